@@ -237,10 +237,10 @@ def dot_product_attention(
       deterministic: whether gradients are bitwise equal between runs. The output always is.
       precision: precision of the products of float32 operands on a GPU, as `jax.lax.dot_general`
         takes it. None means `jax_default_matmul_precision`, and "default" if that is not set.
-        "default" rounds operands to the 11 bits of TF32, except where T is 1 and N is K, which XLA
-        multiplies in float32. There, and with "high" and "highest", products are as exact as
-        float32's. It changes nothing else: CPUs and the reference are always as exact as float32,
-        and products of 16-bit operands are exact.
+        "default" rounds operands to TF32, except where T is 1 and N is K, which XLA multiplies in
+        float32. There, and with "high" and "highest", products are as exact as float32's.
+        It changes nothing else: CPUs and the reference are always as exact as float32, and products
+        of 16-bit operands are exact.
       fp8: an `Fp8`, to round operands of 16 or 32 bits to float8_e4m3fn and multiply them in FP8,
         or None. The backward pass multiplies in the operands' own dtype. If no FP8 kernel takes the
         call, the reference computes the same.

@@ -123,8 +123,8 @@ def _cuda_forward(
         columns = _float32_columns(widest, exact)
         if columns == 0:
             return size
-        tile = _float32_tile(columns, exact)
-        return size + batch * kv_heads * (kv_len // 64 + 1) * (2 * tile + 32) + 4
+        keys = 64 if exact else 2**13 // columns
+        return size + batch * kv_heads * (kv_len // keys + 1) * (8 * keys * columns + 544) + 4
     if masked:
         tiles = kv_len // 80 + 1
         size += mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
@@ -141,11 +141,6 @@ def _float32_columns(widest: int, exact: bool) -> int:
     if not 32 < widest <= (128 if exact else 256):
         return 0
     return 64 if widest <= 64 else 128 if widest <= 128 else 256
-
-
-def _float32_tile(columns: int, exact: bool) -> int:
-    """Bounds the bytes of a tile of 64 rows: one or two float16 numbers for each of an operand."""
-    return 64 * columns * (4 if exact else 2) + 512
 
 
 def _decode(widest: int) -> int:
@@ -177,8 +172,8 @@ def _cuda_backward(
     columns = _float32_columns(max(head_dim, value_dim), exact) if is_float32 else 0
     if columns != 0 and not segments:  # of tiles: float32_tiles.h
         key_tiles = kv_heads * (kv_len // 64 + 1)
-        tiles = 2 * heads * (q_len // 64 + 1) + 3 * key_tiles
-        size += tiles * _float32_tile(columns, exact) + 16 * key_tiles
+        tiles = (2 if exact else 4) * heads * (q_len // 64 + 1) + 3 * key_tiles
+        size += tiles * (256 * columns + 512) + 16 * key_tiles
         size += 4 * 132 * 128 * (head_dim + value_dim)  # parts of dK and dV
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)

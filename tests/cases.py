@@ -537,14 +537,13 @@ def check(
     logit_error: float = 0.0,
     product_error: float = 0.0,
     number_error: float = 0.0,
-    weight_error: float = 0.0,
 ) -> dict[str, float]:
     """Compares a call's results with the truth, element by element.
 
     Args:
       got: the results.
       inputs: the call.
-      logit_error, product_error, number_error, weight_error: as in `oracle.truth_and_bounds`.
+      logit_error, product_error, number_error: as in `oracle.truth_and_bounds`.
 
     Returns:
       By result, the largest error in units of what rounding may do.
@@ -552,7 +551,7 @@ def check(
     Raises:
       AssertionError: one is above 1; the message has the worst element.
     """
-    return Expected(inputs, logit_error, product_error, number_error, weight_error).check(got)
+    return Expected(inputs, logit_error, product_error, number_error).check(got)
 
 
 class Expected:

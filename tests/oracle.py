@@ -173,20 +173,9 @@ def attention(inputs: Inputs, dtype=np.float64) -> Results:
 
 # Rounding both operands to TF32, each within 2^-11, changes a product by at most this.
 TF32 = 2.0**-10
-# How far a number that becomes one or two of float16 may be off, beside its last bits, relative to
-# the greatest one that it shares a power of two with, in its row: half of the smallest float16,
-# 2^-25, of at least 2^14. With one number, P and dS share powers with those of all keys or queries,
-# and the greatest of them is at least 2.
-SHARED, SHARED_BY_ALL = 2.0**-39, 2.0**-26
-
-
-def float32_errors(precision: str, on_hopper: bool) -> dict[str, float]:
-    """What GPU kernels for float32 may do beyond rounding to it, for `truth_and_bounds`."""
-    exact = precision == "highest"
-    errors = {} if exact else {"product_error": TF32}
-    if on_hopper:
-        errors |= {"number_error": SHARED, "weight_error": SHARED if exact else SHARED_BY_ALL}
-    return errors
+# How far a number that is split into two of float16 may be off, relative to the greatest one that
+# it shares a power of two with, in its row: half of the smallest float16, 2^-25, of at least 2^14.
+SPLIT = 2.0**-39
 
 
 def truth_and_bounds(
@@ -194,7 +183,6 @@ def truth_and_bounds(
     logit_error: float = 0.0,
     product_error: float = 0.0,
     number_error: float = 0.0,
-    weight_error: float = 0.0,
 ) -> tuple[Results, Results]:
     """The truth, and how far from it rounding may take each element: see `_Bounds`.
 
@@ -203,17 +191,14 @@ def truth_and_bounds(
       logit_error: what a kernel's documentation allows a logit of the forward pass; with it, of a
         probability that is far below its row's greatest, 1.1e-5 of that.
       product_error: how far each product may be off, relative to it, such as `TF32`.
-      number_error: how far each number of an operand may be off, relative to the greatest one of
-        its row.
-      weight_error: the same for P and dS: see `_Bounds._lost`.
+      number_error: how far each number of an operand, of P and of dS may be off, relative to the
+        greatest one of its row: see `_Bounds._lost`.
     """
     with np.errstate(all="ignore"):
         terms = _compute(inputs, np.float64)
         truth, bounds = (
             terms.results(),
-            _Bounds(
-                inputs, terms, logit_error, product_error, number_error, weight_error
-            ).results(),
+            _Bounds(inputs, terms, logit_error, product_error, number_error).results(),
         )
     if inputs.unmapped is None:
         return truth, bounds
@@ -435,11 +420,9 @@ class _Bounds:
         logit_error: float,
         product_error: float = 0.0,
         number_error: float = 0.0,
-        weight_error: float = 0.0,
     ):
         self.inputs, self.terms, self.logit_error = inputs, terms, logit_error
         self.product_error, self.number_error = product_error, number_error
-        self.weight_error = weight_error
         dtype = inputs.query.dtype
         self.is_float32 = dtype == np.float32
         self.step = 0.0 if self.is_float32 else float(ml_dtypes.finfo(dtype).eps)
@@ -468,12 +451,12 @@ class _Bounds:
         return np.where(greatest == 0, 1, greatest)
 
     def _lost(self, weights: np.ndarray, operand: np.ndarray) -> np.ndarray:
-        """What weight_error adds to weights @ operand: the weights of a row, times the greatest
-        numbers of the operand's rows, share a power of two."""
+        """What number_error adds to weights @ operand: the weights of a row, times the greatest
+        numbers of the operand's rows, are split together."""
         greatest = self._greatest(operand)
         most = (np.abs(weights) * greatest.swapaxes(2, 3)).max(axis=-1, keepdims=True, initial=0)
         shares = np.where(np.isfinite(operand), np.abs(operand) / greatest, 0)
-        return self.weight_error * most * shares.sum(axis=2, keepdims=True)
+        return self.number_error * most * shares.sum(axis=2, keepdims=True)
 
     def _logit_bounds(self) -> np.ndarray:
         """e above, of the forward and the backward pass."""

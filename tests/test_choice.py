@@ -166,25 +166,22 @@ FLOAT8_NAMED = [
 ]
 
 
-SCALED_ELEMENTS = "scaled float16, bias and mask"
-SCALED_EVERY = "scaled float16, every modifier but segments"
 FLOAT32_NAMED = [
-    ("scaled float16", 64, {"head_dim": 64}),
-    ("scaled float16", 128, {"head_dim": 100, "is_causal": True}),
-    (SCALED_ELEMENTS, 64, {"head_dim": 50, "mask": (4, 1, 4096, 4096)}),
-    (SCALED_ELEMENTS, 128, {"bias": (BIAS, jnp.float32), "scale": -1.0}),
-    (SCALED_EVERY, 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
-    (SCALED_EVERY, 128, {"slopes": True}),
-    (SCALED_ELEMENTS, 256, {"head_dim": 130}),  # there is no kernel without modifiers
-    (SCALED_ELEMENTS, 256, {"head_dim": 40, "value_dim": 200, "mask": KEY_MASK}),
-    (SCALED_EVERY, 256, {"head_dim": 256, "dropout_rate": 0.1}),
+    ("TF32", 64, {"head_dim": 64}), ("TF32", 128, {"head_dim": 100, "is_causal": True}),
+    ("TF32, bias and mask", 64, {"head_dim": 50, "mask": (4, 1, 4096, 4096)}),
+    ("TF32, bias and mask", 128, {"bias": (BIAS, jnp.float32), "scale": -1.0}),
+    ("TF32, every modifier but segments", 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
+    ("TF32, every modifier but segments", 128, {"slopes": True}),
+    ("TF32, bias and mask", 256, {"head_dim": 130}),  # there is no kernel without modifiers
+    ("TF32, bias and mask", 256, {"head_dim": 40, "value_dim": 200, "mask": KEY_MASK}),
+    ("TF32, every modifier but segments", 256, {"head_dim": 256, "dropout_rate": 0.1}),
     ("split float16, bias and mask", 64, {"head_dim": 64, "precision": "highest"}),
     ("split float16, bias and mask", 128, {"precision": "high", "is_causal": True}),
     ("split float16, every modifier but segments", 64,
      {"head_dim": 40, "precision": "highest", "logits_soft_cap": 9.0}),
     ("split float16, every modifier but segments", 128, {"precision": "highest", "slopes": True}),
 ]  # fmt: skip
-FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "scaled float16"}
+FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"}
 
 
 @pytest.mark.skipif(not {64, 128} <= FLOAT32_DIMS, reason="a build without head dim 64 or 128")
@@ -198,14 +195,15 @@ FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "scale
     ],
     ids=str,
 )  # fmt: skip
-def test_hopper_multiplies_many_queries_and_keys_of_float32(call):
+def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
     call = {"dtype": jnp.float32, **call}
-    for pass_, name in (("forward", "scaled float16"), ("backward", "two kernels, scaled float16")):
+    widest = max(call.get("head_dim", 128), call.get("value_dim", 0))
+    for pass_, name in (("forward", "TF32"), ("backward", "two kernels, TF32")):
         kernel = kernels(**call)[pass_]
         assert (kernel.family, kernel.name) == (90, name)
         assert "many queries attend to many keys" in kernel.reason
         if pass_ == "forward":
-            assert kernel.tile == (128, 128)
+            assert kernel.tile == (128, 128 if widest <= 64 else 64)
         others = [{"gpu": A100}, {"implementation": "flash_sm80"}]
         others += [
             {"q_len": 64, "kv_len": 4096},
@@ -227,10 +225,10 @@ def test_hopper_multiplies_many_queries_and_keys_of_float32(call):
     ("name", "call"),
     [
         *((name, call) for name, _, call in FLOAT32_NAMED if "," in name),
-        (SCALED_ELEMENTS, {"kv_heads": 2, "mask": (1, 16, 1, 4096)}),  # of query heads
-        (SCALED_ELEMENTS, {"mask": (4, 1, 1, 4096), "bias": (BIAS, jnp.bfloat16)}),
-        (SCALED_EVERY, {"mask": (4, 1, 1, 4096), "logits_soft_cap": 9.0}),
-        (SCALED_EVERY, {"distances": 257, "bias": (BIAS, jnp.float32)}),
+        ("TF32, bias and mask", {"kv_heads": 2, "mask": (1, 16, 1, 4096)}),  # of query heads
+        ("TF32, bias and mask", {"mask": (4, 1, 1, 4096), "bias": (BIAS, jnp.bfloat16)}),
+        ("TF32, every modifier but segments", {"mask": (4, 1, 1, 4096), "logits_soft_cap": 9.0}),
+        ("TF32, every modifier but segments", {"distances": 257, "bias": (BIAS, jnp.float32)}),
     ],
     ids=str,
 )  # fmt: skip

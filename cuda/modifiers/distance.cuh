@@ -97,8 +97,6 @@ struct DistanceBias {
 
  private:
   // Adds the terms. An element's distance is base + of_row(half) + of_col(n, e) - query_offset.
-  // Where all of a row's elements have the same number of the table, as far from the diagonal, it
-  // is read once.
   template <int kN, typename OfRow, typename OfCol>
   __device__ __forceinline__ void visit(float (&scores)[kN][4], float scale, int32_t base,
                                         OfRow of_row, OfCol of_col) const {
@@ -106,30 +104,17 @@ struct DistanceBias {
     for (int half = 0; half < 2; ++half) {
       const int32_t first = sub_sat(base + of_row(half), query_offset);
       const float distance = static_cast<float>(first);
-      const auto add_terms = [&](auto of_table) {
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            // Up to 2^24, the sum of floats is exact, and beyond it is as exact as a float can be.
-            // A conversion for each element would take four times as long.
-            const float by_slope = distance + static_cast<float>(of_col(n, e));
-            float& score = scores[n][2 * half + e];
-            score = fmaf(score, scale, fmaf(slope, by_slope, of_table(of_col(n, e))));
-          }
+        for (int e = 0; e < 2; ++e) {
+          // Up to 2^24, the sum of floats is exact, and beyond it is as exact as a float can be. A
+          // conversion for each element would take four times as long.
+          float& score = scores[n][2 * half + e];
+          score = fmaf(score, scale, slope * (distance + static_cast<float>(of_col(n, e))));
+          if (table != nullptr) score += table[index(sub_sat(first, -of_col(n, e)))];
         }
-      };
-      const auto number_at = [&](int32_t col) { return table[index(sub_sat(first, -col))]; };
-      float number = 0.0f;
-      if (table != nullptr) {
-        const int32_t begin = index(sub_sat(first, -of_col(0, 0)));
-        if (begin != index(sub_sat(first, -of_col(kN - 1, 1)))) {
-          add_terms(number_at);
-          continue;
-        }
-        number = table[begin];
       }
-      add_terms([&](int32_t) { return number; });
     }
   }
 };

@@ -207,14 +207,14 @@ bool choose_one_row(const Backward& params, int32_t family, const FindInstance& 
   return true;
 }
 
-// Chooses Hopper's kernels for float32 if they take the call and are faster. They multiply
-// numbers of float16, one or two for each of an operand. Returns whether they are chosen.
+// Chooses Hopper's kernels for float32 if they take the call and are faster. They multiply in TF32,
+// or split operands into float16. Returns whether they are chosen.
 bool choose_float32(const Forward& params, bool is_backward, int32_t family, const Device& device,
                     const FindInstance& find, Choice& choice) {
   const Shape& shape = params.shape;
   const uint32_t modifiers = modifiers_of(params);
   const int32_t head_dim = sm90::float32_head_dim(shape);
-  // Above head dim 128, and for exact products, there is no kernel without modifiers.
+  // Above head dim 128, and for split operands, there is no kernel without modifiers.
   const bool general =
       sm90::float32_modifiers(params) != kNoModifier || head_dim > 128 || choice.exact;
   if (params.query.dtype != DType::kFloat32 || family != 0 || device.capability != 90 ||
@@ -229,7 +229,7 @@ bool choose_float32(const Forward& params, bool is_backward, int32_t family, con
   choice.general = general;
   choice.reason = choice.exact
                       ? "each product is three of float16, and many queries attend to many keys"
-                      : "products are of scaled float16, and many queries attend to many keys";
+                      : "products are in TF32, and many queries attend to many keys";
   return true;
 }
 
@@ -237,7 +237,7 @@ bool choose_float32(const Forward& params, bool is_backward, int32_t family, con
 Recipe float32_recipe(const Forward& params, const Choice& choice) {
   if (!choice.general) return Recipe::kFloat32;
   const bool every = sm90::float32_modifiers(params) == sm90::kFloat32Modifiers;
-  if (choice.exact) return every ? Recipe::kExactFloat32Modified : Recipe::kExactFloat32Elements;
+  if (choice.exact) return every ? Recipe::kFloat16Modified : Recipe::kFloat16Elements;
   return every ? Recipe::kFloat32Modified : Recipe::kFloat32Elements;
 }
 
@@ -646,21 +646,17 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   if (choose_one_row(params, family, find, choice)) return {};
   if (choose_float32(params, true, family, device, find, choice)) {
     switch (float32_recipe(params, choice)) {
-      case Recipe::kFloat32: choice.name = "two kernels, scaled float16"; break;
-      case Recipe::kFloat32Elements:
-        choice.name = "two kernels, scaled float16, bias and mask";
-        break;
-      case Recipe::kExactFloat32Elements:
+      case Recipe::kFloat32: choice.name = "two kernels, TF32"; break;
+      case Recipe::kFloat32Elements: choice.name = "two kernels, TF32, bias and mask"; break;
+      case Recipe::kFloat16Elements:
         choice.name = "two kernels, split float16, bias and mask";
         break;
-      case Recipe::kExactFloat32Modified:
+      case Recipe::kFloat16Modified:
         choice.name = "two kernels, split float16, every modifier but segments";
         break;
-      default:
-        choice.name =
-            "two kernels, scaled float16, every modifier but segments";  // kFloat32Modified
+      default: choice.name = "two kernels, TF32, every modifier but segments";  // kFloat32Modified
     }
-    choice.queries = choice.keys = sm90::kTileRows;
+    choice.queries = choice.keys = sm90::Float32Gradient::kTileRows;
     return {};
   }
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {

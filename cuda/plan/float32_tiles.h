@@ -1,6 +1,6 @@
 // Decides which calls take Hopper's kernels for float32 (sm90/forward_float32,
-// sm90/backward_float32), and lays out tiles of their operands (sm90/float32_tiles.cuh). Also
-// defines KeyBits, which kernels of 16-bit calls share.
+// sm90/backward_float32), and lays out tiles of their operands (sm90/float32_tiles.cuh,
+// sm90/split_tiles.cuh). Also defines KeyBits, which kernels of 16-bit calls share.
 #pragma once
 
 #include <algorithm>
@@ -30,10 +30,9 @@ inline int32_t float32_head_dim(const Shape& shape) {
   return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
 }
 
-// Below, `exact` says whether products are as exact as those of float32: each number then becomes
-// two of float16, and otherwise one (ptx/split.cuh). Returns the greatest head dim of the kernels.
-constexpr int float16_numbers(bool exact) { return exact ? 2 : 1; }
-constexpr int32_t max_float32_head_dim(int numbers) { return numbers == 2 ? 128 : 256; }
+// Below, `split` says whether products are as exact as those of float32: each number is then split
+// into two of float16 (ptx/split.cuh). This is the greatest head dim of such kernels.
+inline constexpr int32_t kMaxSplitHeadDim = 128;
 
 // kFloat32Elements are the modifiers of smaller kernels, which are faster; kFloat32Modifiers are
 // all that any of these kernels takes (sm90/float32_logits.cuh).
@@ -50,7 +49,7 @@ inline uint32_t float32_modifiers(const Forward& params) {
 }
 
 // Names the kinds of calls. Each needs another number of keys: see least_float32_keys() and
-// least_exact_keys().
+// least_split_operand_keys().
 enum class Float32Call { kPlain, kKeyMask, kModified };
 
 inline Float32Call float32_call(const Forward& params) {
@@ -99,8 +98,9 @@ constexpr Float32Least least_float32_keys(int32_t head_dim, bool is_backward, Fl
   }
 }
 
-// Returns the same for exact products.
-constexpr Float32Least least_exact_keys(int32_t head_dim, bool is_backward, Float32Call call) {
+// Returns the same for split operands.
+constexpr Float32Least least_split_operand_keys(int32_t head_dim, bool is_backward,
+                                                Float32Call call) {
   if (is_backward) return {256, 256};
   switch (call) {
     case Float32Call::kKeyMask: return {192, 192};
@@ -110,35 +110,27 @@ constexpr Float32Least least_exact_keys(int32_t head_dim, bool is_backward, Floa
 }
 
 // Returns whether the kernels of a pass take a call. `attended`: as attended_keys() returns.
-inline bool takes_float32(const Shape& shape, bool is_backward, bool exact, Float32Call call,
+inline bool takes_float32(const Shape& shape, bool is_backward, bool split, Float32Call call,
                           int64_t attended) {
   const int32_t widest = std::max(shape.head_dim, shape.value_dim);
   const int64_t rows = int64_t{shape.q_len} * (shape.heads / std::max(shape.kv_heads, 1));
-  const Float32Least least = exact ? least_exact_keys(float32_head_dim(shape), is_backward, call)
-                                   : least_float32_keys(float32_head_dim(shape), is_backward, call);
-  return widest > 32 && widest <= max_float32_head_dim(float16_numbers(exact)) &&
+  const Float32Least least =
+      split ? least_split_operand_keys(float32_head_dim(shape), is_backward, call)
+            : least_float32_keys(float32_head_dim(shape), is_backward, call);
+  return widest > 32 && widest <= (split ? kMaxSplitHeadDim : 256) &&
          shape.num_batch_dims <= kTensorMapBatchDims && shape.q_len >= 128 &&
          shape.kv_len >= least.keys && std::min(rows, attended) >= least.attended;
 }
 
 // Returns whether takes_float32() may hold for a call of this shape.
-inline bool may_take_float32(const Shape& shape, bool is_backward, bool exact) {
-  return takes_float32(shape, is_backward, exact, Float32Call::kPlain, shape.kv_len) ||
-         takes_float32(shape, is_backward, exact, Float32Call::kKeyMask, shape.kv_len) ||
-         takes_float32(shape, is_backward, exact, Float32Call::kModified, shape.kv_len);
+inline bool may_take_float32(const Shape& shape, bool is_backward, bool split) {
+  return takes_float32(shape, is_backward, split, Float32Call::kPlain, shape.kv_len) ||
+         takes_float32(shape, is_backward, split, Float32Call::kKeyMask, shape.kv_len) ||
+         takes_float32(shape, is_backward, split, Float32Call::kModified, shape.kv_len);
 }
 
-// A tile, or a part of one, has 64 rows of float16 numbers. After it come the rows' magnitudes.
-inline constexpr int kTileRows = 64;
-
-// Returns the number of keys that a step of the forward kernel takes: two tiles of them, unless
-// elements of a bias or a mask take the registers.
-constexpr int32_t float32_keys(bool is_plain) { return is_plain ? 2 * kTileRows : kTileRows; }
-
-// Returns the number of floats from one tile to the next.
-constexpr int32_t tile_floats(int32_t columns, int numbers) {
-  return kTileRows * columns * numbers / 2 + kTileRows;
-}
+// A tile of split operands, or a part of one, has 64 rows. After it come the rows' magnitudes.
+inline constexpr int kSplitRows = 64;
 
 // Lays out the workspace of the forward pass, which has tiles of keys and of values.
 struct Float32Tiles {
@@ -148,12 +140,20 @@ struct Float32Tiles {
   int32_t* counter = nullptr;  // of units that blocks have taken; cleared with the tiles
   int32_t tiles = 0;           // for each batch entry and key/value head
 
+  // Return the number of keys of a tile, and the number of floats from one tile to the next.
+  static constexpr int32_t keys(int32_t head_dim, bool split) {
+    return split ? kSplitRows : 8192 / head_dim;
+  }
+  static constexpr int32_t floats(int32_t head_dim, bool split) {
+    return keys(head_dim, split) * head_dim + (split ? kSplitRows : 0);
+  }
+
   // Sets the pointers from `base` on, and returns the size in bytes. `base` may be null.
-  static int64_t plan(const Shape& shape, bool exact, void* base, Float32Tiles& result) {
+  static int64_t plan(const Shape& shape, bool split, void* base, Float32Tiles& result) {
     const int32_t head_dim = float32_head_dim(shape);
-    result.tiles = static_cast<int32_t>(ceil_div(shape.kv_len, kTileRows));
+    result.tiles = static_cast<int32_t>(ceil_div(shape.kv_len, keys(head_dim, split)));
     const int64_t count = shape.batch * shape.kv_heads * result.tiles;
-    const int64_t all = count * tile_floats(head_dim, float16_numbers(exact));
+    const int64_t all = count * floats(head_dim, split);
     result.key = static_cast<float*>(base);
     result.value = result.key + all;
     result.bits = reinterpret_cast<KeyBits*>(result.value + all);
@@ -168,16 +168,18 @@ struct Float32Tiles {
 // there are few blocks of keys, several thread blocks divide the queries of each, and leave parts
 // of dK and dV in the workspace.
 struct Float32Gradient {
-  static constexpr int kBlockKeys = kSplitKeys;
+  static constexpr int kTileRows = 64, kBlockKeys = kSplitKeys;
 
   // Returns how many thread blocks divide the columns of the operands.
-  static constexpr int32_t column_blocks(int32_t head_dim, int numbers) {
-    return head_dim * numbers <= 128 ? 1 : 2;
+  static constexpr int32_t column_blocks(int32_t head_dim, bool split) {
+    return head_dim <= (split ? 64 : 128) ? 1 : 2;
   }
 
-  // `finite_key` has zeros in place of NaN and infinity.
-  float *query = nullptr, *dout = nullptr;
-  float *key = nullptr, *finite_key = nullptr, *value = nullptr;
+  // Split tiles are read in both orders. There, `key_transposed` has zeros in place of NaN and
+  // infinity, and is not transposed; the other two are null.
+  float *query = nullptr, *query_transposed = nullptr;
+  float *dout = nullptr, *dout_transposed = nullptr;
+  float *key = nullptr, *key_transposed = nullptr, *value = nullptr;
   KeyBits* bits = nullptr;                 // of the keys of each tile
   int32_t query_tiles = 0, key_tiles = 0;  // for each batch entry and head
   // [parts, batch, K, S, head dim of queries or values] each, if there are several parts
@@ -185,12 +187,12 @@ struct Float32Gradient {
   int32_t parts = 1;
 
   // Sets the pointers from `base` on, and returns the size in bytes. `base` may be null.
-  static int64_t plan(const Shape& shape, bool exact, void* base, Float32Gradient& result) {
+  static int64_t plan(const Shape& shape, bool split, void* base, Float32Gradient& result) {
     result.query_tiles = static_cast<int32_t>(ceil_div(shape.q_len, kTileRows));
     result.key_tiles = static_cast<int32_t>(ceil_div(shape.kv_len, kTileRows));
     const int32_t head_dim = float32_head_dim(shape);
-    const int numbers = float16_numbers(exact), blocks_of_row = column_blocks(head_dim, numbers);
-    const int64_t of_tile = int64_t{blocks_of_row} * tile_floats(head_dim / blocks_of_row, numbers);
+    const int64_t of_tile =
+        int64_t{kTileRows} * head_dim + (split ? kSplitRows * column_blocks(head_dim, split) : 0);
     const int64_t queries = shape.batch * shape.heads * result.query_tiles * of_tile;
     const int64_t keys = shape.batch * shape.kv_heads * result.key_tiles * of_tile;
     int64_t floats = 0;
@@ -199,14 +201,16 @@ struct Float32Gradient {
       return static_cast<float*>(base) + (floats - count);
     };
     result.query = take(queries);
+    if (!split) result.query_transposed = take(queries);
     result.dout = take(queries);
+    if (!split) result.dout_transposed = take(queries);
     result.key = take(keys);
-    result.finite_key = take(keys);
+    result.key_transposed = take(keys);
     result.value = take(keys);
     result.bits = reinterpret_cast<KeyBits*>(result.value + keys);
     const int64_t tiles = keys / of_tile, heads = shape.batch * shape.kv_heads;
-    const int64_t blocks =
-        std::max<int64_t>(ceil_div(shape.kv_len, kBlockKeys) * heads * blocks_of_row, 1);
+    const int64_t blocks = std::max<int64_t>(
+        ceil_div(shape.kv_len, kBlockKeys) * heads * column_blocks(head_dim, split), 1);
     const int64_t most = shape.heads / std::max(shape.kv_heads, 1) * int64_t{result.query_tiles};
     result.parts = static_cast<int32_t>(
         std::clamp<int64_t>(kSplitBlocks / blocks, 1, std::max<int64_t>(most, 1)));

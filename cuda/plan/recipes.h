@@ -77,11 +77,11 @@ enum class Recipe : int32_t {
   kColumns,  // head dims above 256: two consumers divide the columns of 64 queries' output
   kFloat8,
   kFloat8Modified,
-  kFloat32,  // operands become one number of float16 each
+  kFloat32,
   kFloat32Elements,
   kFloat32Modified,
-  kExactFloat32Elements,  // they become two
-  kExactFloat32Modified,
+  kFloat16Elements,  // float32 operands that are split into two numbers of float16 each
+  kFloat16Modified,
 };
 
 // The operands of a kernel.
@@ -132,9 +132,9 @@ constexpr RecipeRow float8_row(int32_t head_dim, bool modified) {
 }
 
 constexpr RecipeRow float32_row(Recipe recipe, const char* name, int32_t head_dim,
-                                uint32_t modifiers) {
+                                uint32_t modifiers, bool split = false) {
   RecipeRow row{
-      recipe, name, head_dim, head_dim, modifiers, 2, float32_keys(modifiers == kNoModifier)};
+      recipe, name, head_dim, head_dim, modifiers, 2, Float32Tiles::keys(head_dim, split)};
   row.operands = Operands::kFloat32;
   return row;
 }
@@ -257,26 +257,26 @@ inline constexpr RecipeRow kRecipes[] = {
     float8_row(192, true),
     float8_row(256, true),
     // Operands of float32 at default precision (sm90/forward_float32).
-    float32_row(Recipe::kFloat32, "scaled float16", 64, kNoModifier),
-    float32_row(Recipe::kFloat32, "scaled float16", 128, kNoModifier),
-    float32_row(Recipe::kFloat32Elements, "scaled float16, bias and mask", 64, kFloat32Elements),
-    float32_row(Recipe::kFloat32Elements, "scaled float16, bias and mask", 128, kFloat32Elements),
-    float32_row(Recipe::kFloat32Elements, "scaled float16, bias and mask", 256, kFloat32Elements),
-    float32_row(Recipe::kFloat32Modified, "scaled float16, every modifier but segments", 64,
+    float32_row(Recipe::kFloat32, "TF32", 64, kNoModifier),
+    float32_row(Recipe::kFloat32, "TF32", 128, kNoModifier),
+    float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 64, kFloat32Elements),
+    float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 128, kFloat32Elements),
+    float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 256, kFloat32Elements),
+    float32_row(Recipe::kFloat32Modified, "TF32, every modifier but segments", 64,
                 kFloat32Modifiers),
-    float32_row(Recipe::kFloat32Modified, "scaled float16, every modifier but segments", 128,
+    float32_row(Recipe::kFloat32Modified, "TF32, every modifier but segments", 128,
                 kFloat32Modifiers),
-    float32_row(Recipe::kFloat32Modified, "scaled float16, every modifier but segments", 256,
+    float32_row(Recipe::kFloat32Modified, "TF32, every modifier but segments", 256,
                 kFloat32Modifiers),
-    // The same for exact products.
-    float32_row(Recipe::kExactFloat32Elements, "split float16, bias and mask", 64,
-                kFloat32Elements),
-    float32_row(Recipe::kExactFloat32Elements, "split float16, bias and mask", 128,
-                kFloat32Elements),
-    float32_row(Recipe::kExactFloat32Modified, "split float16, every modifier but segments", 64,
-                kFloat32Modifiers),
-    float32_row(Recipe::kExactFloat32Modified, "split float16, every modifier but segments", 128,
-                kFloat32Modifiers),
+    // The same for split operands, whose products are as exact as those of float32.
+    float32_row(Recipe::kFloat16Elements, "split float16, bias and mask", 64, kFloat32Elements,
+                true),
+    float32_row(Recipe::kFloat16Elements, "split float16, bias and mask", 128, kFloat32Elements,
+                true),
+    float32_row(Recipe::kFloat16Modified, "split float16, every modifier but segments", 64,
+                kFloat32Modifiers, true),
+    float32_row(Recipe::kFloat16Modified, "split float16, every modifier but segments", 128,
+                kFloat32Modifiers, true),
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 

@@ -10,8 +10,10 @@
 #include "plan/float32_tiles.h"
 #include "ptx/shared.cuh"
 #include "ptx/split.cuh"
+#include "ptx/tf32.cuh"
 #include "ptx/warpgroup.cuh"
 #include "status.h"
+#include "tile/element.cuh"
 #include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
 #include "tile/softmax.cuh"
@@ -34,63 +36,108 @@ Status with_float32_modifiers(const Forward& params, Launch launch) {
   }
 }
 
-// Below, kNumbers numbers of float16 stand for one of an operand (ptx/split.cuh). With two of each
-// operand, three products stand for one.
+// Operands are rounded to TF32 or, if kSplit, split into two numbers of float16 (ptx/split.cuh):
+// three products then stand for one. kInner is the inner dimension of an instruction.
+template <bool kSplit>
+inline constexpr int kNumbers = kSplit ? ptx::kSplitNumbers : 1;
+template <bool kSplit>
+inline constexpr int kInner = kSplit ? 16 : 8;
 
 // Calls product(a, b, adds) for all instructions of a sum over kSteps steps, with the step's index
 // in each operand. The rests of operands follow the greater parts. The smaller products come first,
 // since sums in the tensor cores are truncated. `adds` is 0 for the first one.
-template <int kSteps, int kNumbers, typename Product>
+template <int kSteps, bool kSplit, typename Product>
 __device__ __forceinline__ void for_products(Product product) {
   constexpr int kPairs[3][2] = {{1, 0}, {0, 1}, {0, 0}};
-  constexpr int kFirst = kNumbers == 2 ? 0 : 2;
 #pragma unroll
-  for (int pair = kFirst; pair < 3; ++pair) {
+  for (int pair = kSplit ? 0 : 2; pair < 3; ++pair) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      product(kPairs[pair][0] * kSteps + k, kPairs[pair][1] * kSteps + k, k != 0 || pair != kFirst);
+      product(kPairs[pair][0] * kSteps + k, kPairs[pair][1] * kSteps + k,
+              k != 0 || (kSplit && pair != 0));
     }
   }
 }
 
-// The number of groups of four registers that hold operands of 8 kN columns.
-template <int kN, int kNumbers>
-inline constexpr int kOperandSteps = kNumbers * kN / 2;
-
 // Starts the product of 64 rows and the rows of another tile, d = a b^T.
-template <int kHeadDim, int kNumbers, int kN, typename TileA, typename TileB>
+template <int kHeadDim, bool kSplit, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void start_product(float (&d)[kN][4], const TileA& a, const TileB& b) {
   ptx::wgmma_fence();
-  for_products<kHeadDim / 16, kNumbers>([&](int of_a, int of_b, int adds) {
-    ptx::Wgmma<__half, 8 * kN>::template ss<0, 0>(d, descriptor_k_major(a, 0, of_a),
-                                                  descriptor_k_major(b, 0, of_b), adds);
+  for_products<kHeadDim / kInner<kSplit>, kSplit>([&](int of_a, int of_b, int adds) {
+    const uint64_t rows = descriptor_k_major(a, 0, of_a), cols = descriptor_k_major(b, 0, of_b);
+    if constexpr (kSplit) {
+      ptx::Wgmma<__half, 8 * kN>::template ss<0, 0>(d, rows, cols, adds);
+    } else {
+      ptx::Wgmma<Tf32, 8 * kN>::ss(d, rows, cols, adds);
+    }
   });
   ptx::wgmma_commit_group();
 }
-// Does the same for rows in registers.
-template <int kNumbers, int kN, int kSteps, typename TileB>
+// Starts an instruction whose first operand is in registers. kRowsInner: rows of the tile are the
+// inner dimension.
+template <bool kSplit, bool kRowsInner, int kN>
+__device__ __forceinline__ void start_instruction(float (&d)[kN][4], const uint32_t (&a)[4],
+                                                  uint64_t b, int adds) {
+  if constexpr (kSplit) {
+    ptx::Wgmma<__half, 8 * kN>::template rs<kRowsInner>(d, a, b, adds);
+  } else {
+    ptx::Wgmma<Tf32, 8 * kN>::rs(d, a, b, adds);
+  }
+}
+// Does the same as start_product() for rows in registers.
+template <bool kSplit, int kN, int kSteps, typename TileB>
 __device__ __forceinline__ void start_product_from_registers(float (&d)[kN][4],
                                                              const uint32_t (&a)[kSteps][4],
                                                              const TileB& b) {
   ptx::wgmma_fence();
-  for_products<kSteps / kNumbers, kNumbers>([&](int of_a, int of_b, int adds) {
-    ptx::Wgmma<__half, 8 * kN>::template rs<0>(d, a[of_a], descriptor_k_major(b, 0, of_b), adds);
+  for_products<kSteps / kNumbers<kSplit>, kSplit>([&](int of_a, int of_b, int adds) {
+    start_instruction<kSplit, false>(d, a[of_a], descriptor_k_major(b, 0, of_b), adds);
   });
   ptx::wgmma_commit_group();
 }
 
-// Multiplies products by the magnitudes of their columns, which `columns` points to in shared
-// memory.
-template <int kN>
-__device__ __forceinline__ void multiply_columns(float (&products)[kN][4], const float* columns) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-    const float2 of = *reinterpret_cast<const float2*>(columns + fragment_col(n, 0));
-#pragma unroll
-    for (int e = 0; e < 4; ++e) products[n][e] *= e % 2 == 0 ? of.x : of.y;
+// Adds products d += a b, where a is in registers. The tile holds b if operands are split, and
+// otherwise b transposed. Tensor cores truncate sums, so split products leave them after each step.
+template <int kN, bool kSplit>
+struct ProductSum {
+  float sum[1][kN][4];
+  float product[kSplit ? kN : 1][4];
+
+  template <int kNumberSteps, typename TileB>
+  __device__ __forceinline__ void start(const uint32_t (&a)[kNumberSteps][4], const TileB& b) {
+    constexpr int kSteps = kNumberSteps / kNumbers<kSplit>;
+    ptx::wgmma_fence();
+    for_products<kSteps, kSplit>([&](int of_a, int of_b, int adds) {
+      if constexpr (kSplit) {
+        const int first_col = of_b / kSteps * (8 * kN);
+        start_instruction<true, true>(product, a[of_a],
+                                      descriptor_mn_major(b, first_col, of_b % kSteps), adds);
+      } else {
+        start_instruction<false, false>(sum[0], a[of_a], descriptor_k_major(b, 0, of_b), 1);
+      }
+    });
+    ptx::wgmma_commit_group();
   }
-}
-// Multiplies products by the factors of this thread's rows, and by the magnitudes
+  // Takes a product that has arrived. A split one is multiplied by the factors of this thread's
+  // rows.
+  __device__ __forceinline__ void finish([[maybe_unused]] float first = 1.0f,
+                                         [[maybe_unused]] float second = 1.0f) {
+    if constexpr (kSplit) {
+      ptx::wgmma_results(product);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          sum[0][n][e] = fmaf(product[n][e], e < 2 ? first : second, sum[0][n][e]);
+        }
+      }
+    } else {
+      ptx::wgmma_results(sum[0]);
+    }
+  }
+};
+
+// Multiplies products of split operands by the factors of this thread's rows, and by the magnitudes
 // of their columns, which `columns` points to in shared memory.
 template <int kN>
 __device__ __forceinline__ void multiply_all(float (&products)[kN][4], float2 rows,
@@ -105,188 +152,72 @@ __device__ __forceinline__ void multiply_all(float (&products)[kN][4], float2 ro
   }
 }
 
+// The number of groups of four registers that hold operands of 8 kN columns.
+template <int kN, bool kSplit>
+inline constexpr int kOperandSteps = kNumbers<kSplit> * kN * 8 / kInner<kSplit>;
+
 // Keeps the compiler from making operands after the first product has started, which would make the
 // products wait for each other.
 __device__ __forceinline__ void keep_operands(uint32_t (&of)[4]) {
   asm volatile("" : "+r"(of[0]), "+r"(of[1]), "+r"(of[2]), "+r"(of[3])::"memory");
 }
 
-// Writes accumulators times a power of two for each row as operands of the next product.
-template <int kNumbers, int kN>
-__device__ __forceinline__ void write_operands(const float (&x)[kN][4], const float (&powers)[2],
-                                               uint32_t (&to)[kOperandSteps<kN, kNumbers>][4]) {
+// Rounds accumulators, as operands of the next product: the columns 2 t and 2 t + 1 serve as
+// operand columns t and t + 4 (sm90/float32_tiles.cuh).
+template <int kN>
+__device__ __forceinline__ void round_operands(const float (&from)[kN][4], uint32_t (&to)[kN][4]) {
+  constexpr int kElement[4] = {0, 2, 1, 3};
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      to[n][i] = ptx::round_to_tf32(__float_as_uint(from[n][kElement[i]]));
+    }
+    keep_operands(to[n]);
+  }
+}
+// Returns the power of two for a row's numbers, given this thread's greatest one. The four threads
+// of a row call it.
+__device__ __forceinline__ float factor_of_row(float greatest) {
+  greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
+  greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+  return ptx::split_factor(greatest);
+}
+
+// Splits accumulators, as operands of the next product with the rows that `columns` has the
+// magnitudes of, in shared memory. Returns the factors of that product's rows.
+template <int kN>
+__device__ __forceinline__ float2 split_operands(const float (&from)[kN][4],
+                                                 uint32_t (&to)[kOperandSteps<kN, true>][4],
+                                                 const float* columns) {
   constexpr int kSteps = kN / 2;
+  float x[kN][4], greatest[2] = {};
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 of = *reinterpret_cast<const float2*>(columns + fragment_col(n, 0));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[n][e] = from[n][e] * (e % 2 == 0 ? of.x : of.y);
+      greatest[e / 2] = fmaxf(greatest[e / 2], fabsf(x[n][e]));
+    }
+  }
+  const float factors[2] = {factor_of_row(greatest[0]), factor_of_row(greatest[1])};
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* const pair = &x[2 * k + i / 2][i % 2 * 2];
-      uint32_t words[kNumbers];
-      ptx::split(pair[0] * powers[i % 2], pair[1] * powers[i % 2], words);
-#pragma unroll
-      for (int number = 0; number < kNumbers; ++number) {
-        to[number * kSteps + k][i] = words[number];
-      }
+      uint32_t words[ptx::kSplitNumbers];
+      ptx::split(pair[0] * factors[i % 2], pair[1] * factors[i % 2], words);
+      to[k][i] = words[0];
+      to[kSteps + k][i] = words[1];
     }
-#pragma unroll
-    for (int number = 0; number < kNumbers; ++number) keep_operands(to[number * kSteps + k]);
+    keep_operands(to[k]);
+    keep_operands(to[kSteps + k]);
   }
+  return make_float2(ptx::split_magnitude(factors[0]) * ptx::kSplitProduct,
+                     ptx::split_magnitude(factors[1]) * ptx::kSplitProduct);
 }
-
-// Returns the greatest of a row's numbers, given this thread's. The four threads of a row call it.
-__device__ __forceinline__ float greatest_of_row(float own) {
-  own = fmaxf(own, __shfl_xor_sync(0xffffffff, own, 1));
-  return fmaxf(own, __shfl_xor_sync(0xffffffff, own, 2));
-}
-
-// Adds products sum += a b of operands a in registers and tiles b. Each row of a has a power of
-// two.
-//
-// Two numbers: a step has its own powers, and its product leaves the tensor cores, since sums there
-// are truncated. One number: products are added in the tensor cores, so the powers must stay. They
-// fall when an operand would become too great, and the sum with them.
-template <int kN, int kNumbers>
-struct ProductSum {
-  static constexpr bool kAddsInPlace = kNumbers == 1;
-  static constexpr float kMost = 0x1p15f;       // of an operand times its power
-  static constexpr float kHeadroom = 0x1p-12f;  // so that powers seldom fall
-  static constexpr float kGreatestPower = 0x1p120f, kLeastPower = 0x1p-113f;
-
-  float sum[1][kN][4];
-  float product[kAddsInPlace ? 1 : kN][4];
-  float powers[2];
-
-  __device__ __forceinline__ void clear() {
-    set_zero(sum);
-    powers[0] = powers[1] = kGreatestPower;
-  }
-
-  // Makes operands of `x`, of a product with rows whose magnitudes `columns` points to in shared
-  // memory. No product may be running that adds in place. `bound`: 0, or at least the greatest
-  // element. While it shows that the powers can stay, that element is not looked for.
-  template <int kTerms>
-  __device__ __forceinline__ void prepare(float (&x)[kTerms][4],
-                                          uint32_t (&to)[kOperandSteps<kTerms, kNumbers>][4],
-                                          const float* columns, float bound = 0.0f) {
-    multiply_columns(x, columns);
-    if (!kAddsInPlace || bound == 0.0f ||
-        exceed(greatest_magnitude<kTerms>(columns) * bound * fmaxf(powers[0], powers[1]))) {
-      set_powers(x);
-    }
-    write_operands<kNumbers>(x, powers, to);
-  }
-
-  template <int kSteps, typename TileB>
-  __device__ __forceinline__ void start(const uint32_t (&a)[kSteps][4], const TileB& b) {
-    ptx::wgmma_fence();
-    for_products<kSteps / kNumbers, kNumbers>([&](int of_a, int of_b, int adds) {
-      if constexpr (kAddsInPlace) {
-        ptx::Wgmma<__half, 8 * kN>::template rs<1>(sum[0], a[of_a], descriptor_mn_major(b, 0, of_b),
-                                                   1);
-      } else {
-        const int of_number = kSteps / kNumbers, first_col = of_b / of_number * (8 * kN);
-        ptx::Wgmma<__half, 8 * kN>::template rs<1>(
-            product, a[of_a], descriptor_mn_major(b, first_col, of_b % of_number), adds);
-      }
-    });
-    ptx::wgmma_commit_group();
-  }
-
-  // Takes a product that has arrived.
-  __device__ __forceinline__ void finish() {
-    if constexpr (kAddsInPlace) {
-      ptx::wgmma_results(sum[0]);
-    } else {
-      ptx::wgmma_results(product);
-      const float2 of = factors();
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          sum[0][n][e] = fmaf(product[n][e], e < 2 ? of.x : of.y, sum[0][n][e]);
-        }
-      }
-    }
-  }
-
-  // Multiplies the sum by `factor`, at most 1, where later operands are relative to a greater one.
-  // The powers rise instead, as far as powers of two can: those operands would have few bits.
-  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
-    float multiples[2] = {factor[0], factor[1]};
-    if constexpr (kAddsInPlace) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float power = power_below(fminf(powers[half] / factor[half], kGreatestPower));
-        // The quotient may be infinite if the factor is 0.
-        multiples[half] = factor[half] == 0.0f ? 0.0f : factor[half] * (power / powers[half]);
-        powers[half] = power;
-      }
-    }
-    multiply(multiples);
-  }
-
-  // Turns the sum into that of the operands themselves.
-  __device__ __forceinline__ void settle() {
-    if constexpr (kAddsInPlace) {
-      const float2 of = factors();
-      multiply({of.x, of.y});
-    }
-  }
-
- private:
-  // Returns the greatest power of two that is not above `x`.
-  static __device__ __forceinline__ float power_below(float x) {
-    return __uint_as_float(__float_as_uint(x) & 0x7f800000);
-  }
-  __device__ __forceinline__ float2 factors() const {
-    return make_float2(ptx::split_magnitude(powers[0]) * ptx::kSplitProduct,
-                       ptx::split_magnitude(powers[1]) * ptx::kSplitProduct);
-  }
-  __device__ __forceinline__ void multiply(const float (&factor)[2]) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[0][n][e] *= factor[e / 2];
-    }
-  }
-  // Returns whether some operand of the warp would be too great, given this thread's greatest one.
-  static __device__ __forceinline__ bool exceed(float greatest) {
-    return __any_sync(0xffffffff, greatest > kMost);
-  }
-  // Returns the greatest magnitude of a tile's rows. All are positive.
-  template <int kTerms>
-  static __device__ __forceinline__ float greatest_magnitude(const float* columns) {
-    float own = 0.0f;
-#pragma unroll
-    for (int row = 0; row < 8 * kTerms; row += 32)
-      own = fmaxf(own, columns[row + threadIdx.x % 32]);
-    return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(own)));
-  }
-
-  // Sets the powers for a step with these elements. With one number, only those change for which an
-  // element would be too great: what a row does not attend to changes nothing.
-  template <int kTerms>
-  __device__ __forceinline__ void set_powers(const float (&x)[kTerms][4]) {
-    float greatest[2] = {}, multiples[2];
-#pragma unroll
-    for (int n = 0; n < kTerms; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) greatest[e / 2] = fmaxf(greatest[e / 2], fabsf(x[n][e]));
-    }
-    if (kAddsInPlace && !exceed(fmaxf(greatest[0] * powers[0], greatest[1] * powers[1]))) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float most = greatest_of_row(greatest[half]), old = powers[half];
-      if constexpr (!kAddsInPlace) {
-        powers[half] = ptx::split_factor(most);
-      } else if (most * old > kMost) {
-        powers[half] = fmaxf(ptx::split_factor(most) * kHeadroom, kLeastPower);
-      }
-      multiples[half] = powers[half] / old;
-    }
-    if constexpr (kAddsInPlace) multiply(multiples);
-  }
-};
 
 // Calls body(half, k, x) for each four columns of a warp's 16 rows that this thread reads, those
 // from 16 k + 4 t on. `from` points to the first row. `rows` and `cols` exist, others are zeros.
@@ -317,14 +248,26 @@ __device__ __forceinline__ void read_fours(const float* from, int64_t stride, in
   }
 }
 
-// Reads this thread's operands of a warp's 16 rows, in the order of tiles, and returns the
-// magnitudes of this thread's rows.
-template <int kNumbers, int kNumberSteps>
-__device__ __forceinline__ float2 read_operands(uint32_t (&to)[kNumberSteps][4], const float* from,
-                                                int64_t stride, int32_t rows, int32_t cols,
-                                                bool vectors) {
-  constexpr int kSteps = kNumberSteps / kNumbers;
-  float read[2][kSteps][4], greatest[2] = {}, powers[2];
+// Reads this thread's operands of a warp's 16 rows, in the order of tiles of rows, rounded.
+template <int kSteps>
+__device__ __forceinline__ void read_operands(uint32_t (&to)[kSteps][4], const float* from,
+                                              int64_t stride, int32_t rows, int32_t cols,
+                                              bool vectors) {
+  read_fours<8 * kSteps>(
+      from, stride, rows, cols, vectors, [&](int half, int k, const float (&x)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          to[2 * k + e / 2][e % 2 * 2 + half] = ptx::round_to_tf32(__float_as_uint(x[e]));
+        }
+      });
+}
+// Does the same for split operands, and returns the factors of products with this thread's rows.
+template <int kNumberSteps>
+__device__ __forceinline__ float2 read_split_operands(uint32_t (&to)[kNumberSteps][4],
+                                                      const float* from, int64_t stride,
+                                                      int32_t rows, int32_t cols, bool vectors) {
+  constexpr int kSteps = kNumberSteps / ptx::kSplitNumbers;
+  float read[2][kSteps][4], greatest[2] = {};
   read_fours<16 * kSteps>(from, stride, rows, cols, vectors,
                           [&](int half, int k, const float (&x)[4]) {
 #pragma unroll
@@ -335,26 +278,25 @@ __device__ __forceinline__ float2 read_operands(uint32_t (&to)[kNumberSteps][4],
                               }
                             }
                           });
+  const float factors[2] = {factor_of_row(greatest[0]), factor_of_row(greatest[1])};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    powers[half] = ptx::split_factor(greatest_of_row(greatest[half]));
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       const float (&x)[4] = read[half][k];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {  // columns 4 t + e and 4 t + 2 + e are places 8 e + 2 t, + 1
-        uint32_t words[kNumbers];
-        ptx::split(x[e] * powers[half], x[2 + e] * powers[half], words);
-#pragma unroll
-        for (int number = 0; number < kNumbers; ++number) {
-          to[number * kSteps + k][2 * e + half] = words[number];
-        }
+        uint32_t words[ptx::kSplitNumbers];
+        ptx::split(x[e] * factors[half], x[2 + e] * factors[half], words);
+        to[k][2 * e + half] = words[0];
+        to[kSteps + k][2 * e + half] = words[1];
       }
     }
   }
 #pragma unroll
   for (auto& of : to) keep_operands(of);
-  return make_float2(ptx::split_magnitude(powers[0]), ptx::split_magnitude(powers[1]));
+  return make_float2(ptx::split_magnitude(factors[0]) * ptx::kSplitProduct,
+                     ptx::split_magnitude(factors[1]) * ptx::kSplitProduct);
 }
 
 // Writes a thread's operands of a warp's 16 rows to a tile of rows, from `row` on.

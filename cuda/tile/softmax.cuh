@@ -35,12 +35,6 @@ __device__ __forceinline__ float to_log2_units(float maximum, float to_log2) {
   return __fmul_rn(maximum, to_log2);
 }
 
-// Return the factor of a thread's row: that of all rows, or its own.
-__device__ __forceinline__ float of_row(float factor, int) { return factor; }
-__device__ __forceinline__ float of_row(const float2& factors, int half) {
-  return half == 0 ? factors.x : factors.y;
-}
-
 // Returns the factor of a row's output: the reciprocal of `total` times `factor`, the exponential
 // of the row's running maximum relative to a greater sink. If the sink is so much greater that this
 // underflows, it is the least positive number instead of 0, which would hide Inf and NaN in a
@@ -60,7 +54,7 @@ __device__ __forceinline__ void add_scaled(float4& sum, float factor, const floa
 // Holds the statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of
 // its warp. kByDifference: the running maximum is subtracted from a logit before the multiplication
 // by to_log2, and not after it. This takes one more instruction, and is exact for any finite
-// logits. `to_log2`, a Factor below, is of all rows, or of each of the thread's two if kM is 1.
+// logits.
 template <int kM, bool kByDifference = false>
 struct OnlineSoftmax {
   static constexpr float kSlack = JAX_FLASH_SM80_RESCALE_SLACK;
@@ -106,24 +100,23 @@ struct OnlineSoftmax {
   // be rescaled, and sets the factors. The search runs in kChains independent chains, because a
   // single chain would wait for its own results. `slack`: of each row. A greatest logit below
   // `least` counts as -inf.
-  template <int kChains, int kN, typename Factor>
-  __device__ __forceinline__ bool raise_maximum(const float (&logits)[kM][kN][4],
-                                                const Factor& to_log2, const float (&slack)[kM][2],
-                                                float (&factor)[kM][2],
+  template <int kChains, int kN>
+  __device__ __forceinline__ bool raise_maximum(const float (&logits)[kM][kN][4], float to_log2,
+                                                const float (&slack)[kM][2], float (&factor)[kM][2],
                                                 float least = minus_infinity()) {
     float greatest[kM][2];
     if (!find_rises<kChains>(logits, to_log2, slack, greatest, least)) return false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      factor[m][0] = raise(m, 0, greatest[m][0], of_row(to_log2, 0));
-      factor[m][1] = raise(m, 1, greatest[m][1], of_row(to_log2, 1));
+      factor[m][0] = raise(m, 0, greatest[m][0], to_log2);
+      factor[m][1] = raise(m, 1, greatest[m][1], to_log2);
     }
     return true;
   }
 
-  template <int kChains, int kN, typename Factor>
-  __device__ __forceinline__ bool raise_maximum(const float (&logits)[kM][kN][4],
-                                                const Factor& to_log2, float (&factor)[kM][2]) {
+  template <int kChains, int kN>
+  __device__ __forceinline__ bool raise_maximum(const float (&logits)[kM][kN][4], float to_log2,
+                                                float (&factor)[kM][2]) {
     float slack[kM][2];
     fill_slack(slack);
     return raise_maximum<kChains>(logits, to_log2, slack, factor);
@@ -174,17 +167,15 @@ struct OnlineSoftmax {
 
   // Replaces the logits of a block of the m-th rows by 2^(to_log2 (logit - running maximum)), and
   // adds these to the thread's sums. -inf gives 0.
-  template <typename Factor>
-  __device__ __forceinline__ void exponentials(float (&block)[4], int m, const Factor& to_log2) {
+  __device__ __forceinline__ void exponentials(float (&block)[4], int m, float to_log2) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float to_units = of_row(to_log2, e / 2);
       if constexpr (kByDifference) {
         const float value = maximum[m][e / 2];
         block[e] -= value == minus_infinity() ? 0.0f : value;
-        block[e] = ptx::ex2_approx_ftz(block[e] * to_units);
+        block[e] = ptx::ex2_approx_ftz(block[e] * to_log2);
       } else {
-        block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_units, -shift_log2(m, e / 2, to_units)));
+        block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -shift_log2(m, e / 2, to_log2)));
       }
       sum[m][e / 2] += block[e];
     }
@@ -255,10 +246,9 @@ struct OnlineSoftmax {
   }
 
   // True if some row's greatest logit is far above its running maximum.
-  template <int kChains, int kN, typename Factor>
-  __device__ __forceinline__ bool find_rises(const float (&logits)[kM][kN][4],
-                                             const Factor& to_log2, const float (&slack)[kM][2],
-                                             float (&greatest)[kM][2],
+  template <int kChains, int kN>
+  __device__ __forceinline__ bool find_rises(const float (&logits)[kM][kN][4], float to_log2,
+                                             const float (&slack)[kM][2], float (&greatest)[kM][2],
                                              float least = minus_infinity()) {
     bool rises = false;
 #pragma unroll
@@ -278,7 +268,7 @@ struct OnlineSoftmax {
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
         value = limit(m, half, value, least);
         greatest[m][half] = value;
-        rises |= (value - maximum[m][half]) * of_row(to_log2, half) > slack[m][half];
+        rises |= (value - maximum[m][half]) * to_log2 > slack[m][half];
       }
     }
     return __any_sync(0xffffffff, rises);

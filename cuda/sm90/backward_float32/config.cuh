@@ -3,7 +3,7 @@
 // Both kernels keep two tiles of kTileRows rows of the operands that a block owns, and read those
 // of the other side into a ring of slots, each of which holds one tile, or a part of one.
 //
-// Where a row has more than 128 numbers, the two blocks of a cluster own the same rows.
+// Above head dim 128, or 64 if operands are split, the two blocks of a cluster own the same rows.
 // Each has half of the columns of all operands, and computes those of the gradients. Its products
 // of rows, S and dP, are sums over its columns. The blocks therefore exchange these sums: each
 // thread stores its own in the mailbox of the other block's same thread, and adds what it gets. A
@@ -32,26 +32,30 @@ namespace jax_flash::sm90 {
 
 // kHeadDim: the columns of a block. kOwned: the number of operands that a block keeps. kSlotRows:
 // rows of a tile in a slot. kClusterBlocks: the number of blocks that divide the columns.
-// kNumberCount: the number of float16 numbers that stand for one of an operand (ptx/split.cuh).
-template <int kHeadDimension, int kOwned, int kSlotRows, int kClusterBlocks, int kNumberCount>
+// kSplitOperands: operands are split into float16 (sm90/split_tiles.cuh).
+template <int kHeadDimension, int kOwned, int kSlotRows, int kClusterBlocks, bool kSplitOperands>
 struct Float32BackwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kRows = kSlotRows, kBlocks = kClusterBlocks;
-  static constexpr int kNumbers = kNumberCount;
-  static constexpr int kTileRows = sm90::kTileRows;
-  static constexpr int kTileFloats = tile_floats(kHeadDim, kNumbers);  // of a block's columns
+  static constexpr bool kSplit = kSplitOperands;
+  static constexpr int kTileRows = Float32Gradient::kTileRows;
+  static constexpr int kTileFloats = kTileRows * kHeadDim;  // of a block's columns
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr int kOwnRows = kConsumers * kTileRows;  // that a block owns
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-  using OwnTile = SmemTile<kTileRows, kNumbers * kHeadDim>;
-  using SlotTile = SmemTile<kRows, kNumbers * kHeadDim>;
+  using OwnTile = SmemTile<kTileRows, 2 * kHeadDim>;
+  using SlotTile = SmemTile<kRows, 2 * kHeadDim>;
+  using TransposedTile = std::conditional_t<kSplit, SlotTile, SmemTile<kHeadDim, 2 * kRows>>;
   static constexpr int kOwnBytes = OwnTile::kBytes, kSlotBytes = SlotTile::kBytes;
+  static_assert(TransposedTile::kBytes == kSlotBytes);
 
   static constexpr int kMailOffset = kOwned * kConsumers * kOwnBytes;
   static constexpr int kMailBytes = kTileRows * kRows * 4;  // of a warpgroup's S or dP
   static constexpr int kMailPitch = 16 * kWarpgroup;        // each thread stores 16 bytes at a time
   static constexpr int kSlotsOffset = kMailOffset + (kBlocks > 1 ? 2 * kConsumers * kMailBytes : 0);
-  static constexpr int kStaticBytes = 6144;  // an upper bound
+  // An upper bound. With 4,096 bytes at two blocks, only three slots would fit, and dK and dV need
+  // four unless operands are split.
+  static constexpr int kStaticBytes = kSplit ? 6144 : kBlocks > 1 ? 3072 : 4096;
   static constexpr int kFit = (kSmemLimit - kStaticBytes - kSlotsOffset) / kSlotBytes;
   static constexpr int kSlots = kFit < 8 ? kFit : 8;
   static constexpr int kSmemBytes = kSlotsOffset + kSlots * kSlotBytes;
@@ -59,20 +63,21 @@ struct Float32BackwardConfig {
   // Returns the number of this block in its cluster: it has columns from kHeadDim times that on.
   static __device__ __forceinline__ int32_t part() { return blockIdx.x % kBlocks; }
   static __device__ __forceinline__ int32_t first_col() { return part() * kHeadDim; }
+  static constexpr int kTilePitch = kTileFloats + (kSplit ? kSplitRows : 0);
   // Returns the place of a tile's columns in the workspace.
   static __device__ __forceinline__ int64_t place(int64_t tile) {
-    return (tile * kBlocks + part()) * kTileFloats;
+    return (tile * kBlocks + part()) * kTilePitch;
   }
 };
 
-// Configures the instance of a head dim. A slot has a whole tile of rows or, if modifiers or a
-// second number leave too few registers for dK and dV above head dim 64, half of one.
-template <int kHeadDim, int kOwned, int kNumbers, bool kGeneral,
-          int kBlocks = Float32Gradient::column_blocks(kHeadDim, kNumbers)>
+// Configures the instance of a head dim. At head dim 64, and for dQ of split operands, a slot has a
+// whole tile of rows. Otherwise, it has half of one: K and V take more shared memory, and registers
+// are scarce.
+template <int kHeadDim, int kOwned, bool kSplit,
+          int kBlocks = Float32Gradient::column_blocks(kHeadDim, kSplit)>
 using Float32ConfigOf =
     Float32BackwardConfig<kHeadDim / kBlocks, kOwned,
-                          (kHeadDim <= 64 || kOwned == 1 || !kGeneral ? 64 : 32), kBlocks,
-                          kNumbers>;
+                          (kHeadDim <= 64 || (kSplit && kOwned == 1) ? 64 : 32), kBlocks, kSplit>;
 
 // Says what two blocks exchange.
 enum class Float32Mail { kScores, kScoreGradients };
@@ -81,9 +86,10 @@ enum class Float32Mail { kScores, kScoreGradients };
 template <typename Config>
 struct Float32BackwardNotes {
   alignas(16) float statistics[Config::kSlots][Config::kRows];  // of the rows in a slot: dK, dV
-  Float32Keys<1> keys[Config::kSlots];                          // of the keys in a slot: dQ
+  alignas(16) Float32Keys keys[Config::kSlots];                 // of the keys in a slot: dQ
   uint64_t barriers[1 + 2 * Config::kSlots + (Config::kBlocks > 1 ? 2 * Config::kConsumers : 0)];
-  alignas(16) float magnitudes[Config::kSlots][Config::kRows];  // of the rows in a slot
+  // The magnitudes of the rows in the slots, if operands are split (ptx/split.cuh).
+  alignas(16) float magnitudes[Config::kSplit ? Config::kSlots : 1][Config::kRows];
 };
 
 // Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
@@ -92,7 +98,7 @@ template <typename Config>
 struct Float32BackwardSmem {
   uint32_t root, barriers;
   float (*statistics)[Config::kRows];
-  Float32Keys<1>* keys;
+  Float32Keys* keys;
   float (*magnitudes)[Config::kRows];
 
   __device__ __forceinline__ Float32BackwardSmem(uint32_t tiles,
@@ -117,7 +123,10 @@ struct Float32BackwardSmem {
   __device__ __forceinline__ typename Config::OwnTile own(int operand, int group) const {
     return {tiles(), own_offset(operand, group)};
   }
-  __device__ __forceinline__ typename Config::SlotTile tile(uint32_t slot) const {
+  __device__ __forceinline__ typename Config::SlotTile plain(uint32_t slot) const {
+    return {tiles(), slot_offset(slot)};
+  }
+  __device__ __forceinline__ typename Config::TransposedTile transposed(uint32_t slot) const {
     return {tiles(), slot_offset(slot)};
   }
   // Return the places of this thread's mail, and of the barrier that waits for its warpgroup's.
@@ -165,13 +174,13 @@ struct Float32BackwardSmem {
 __device__ __forceinline__ int consumer_group() { return threadIdx.x / kWarpgroup - 1; }
 __device__ __forceinline__ int consumer_row() { return threadIdx.x / 32 * 16 - 64; }
 
-// Returns the factors of products with this thread's two rows of its warpgroup's own tile. `from`:
-// the first of the block's tiles, of which `count` exist.
+// Returns the factors of products with this thread's two rows of its warpgroup's own tile of split
+// operands. `from`: the first of the block's tiles, of which `count` exist.
 template <typename Config>
 __device__ __forceinline__ float2 own_factors(const float* from, int32_t count) {
   const int64_t tile = consumer_group() < count ? consumer_group() : 0;
   const float* const magnitudes =
-      from + tile * Config::kBlocks * Config::kTileFloats + Config::kOwnBytes / 4;
+      from + tile * Config::kBlocks * Config::kTilePitch + Config::kTileFloats;
   const int row = consumer_row() - consumer_group() * Config::kTileRows;
   return make_float2(magnitudes[row + fragment_row(0, 0)] * ptx::kSplitProduct,
                      magnitudes[row + fragment_row(0, 2)] * ptx::kSplitProduct);
@@ -229,16 +238,16 @@ struct Float32BackwardProducer {
       // A tile that does not exist is replaced by the first: its results are not stored.
       const int64_t tile = group < count ? group : 0;
       ptx::cp_async_bulk_load(smem.root + smem.own_offset(operand, group),
-                              from + tile * Config::kBlocks * Config::kTileFloats,
-                              Config::kOwnBytes, smem.own_full());
+                              from + tile * Config::kBlocks * Config::kTilePitch, Config::kOwnBytes,
+                              smem.own_full());
     }
   }
 
   // Copies rows from kRows * part on of a tile, and their statistics, if there are any.
-  __device__ __forceinline__ void load_rows(const float* tile, int part,
-                                            const float* statistics = nullptr) {
+  __device__ __forceinline__ void load_plain(const float* tile, int part,
+                                             const float* statistics = nullptr) {
     const uint32_t full = begin(statistics ? Config::kRows * 4 : 0);
-    copy_rows(tile, part, full);
+    copy_plain(tile, part, full);
     if (statistics) {
       ptx::cp_async_bulk_load(ptx::shared_address(smem.statistics[slot.stage]), statistics,
                               Config::kRows * 4, full);
@@ -249,17 +258,27 @@ struct Float32BackwardProducer {
   __device__ __forceinline__ void load_keys(const float* from, int part, const KeyBits* bits,
                                             int32_t step, bool last) {
     const uint32_t full = begin(sizeof(KeyBits), step, last);
-    copy_rows(from, part, full);
-    ptx::cp_async_bulk_load(ptx::shared_address(smem.keys[slot.stage].bits), bits, sizeof(KeyBits),
+    copy_plain(from, part, full);
+    ptx::cp_async_bulk_load(ptx::shared_address(&smem.keys[slot.stage].bits), bits, sizeof(KeyBits),
                             full);
+    slot.advance();
+  }
+  // Copies the same rows of a transposed tile, or, if operands are split, of one like the others.
+  __device__ __forceinline__ void load_transposed(const float* tile, int part) {
+    if constexpr (Config::kSplit) return load_plain(tile, part);
+    const uint32_t full = begin(0);
+    ptx::cp_async_bulk_load(smem.root + smem.slot_offset(slot.stage),
+                            tile + part * (Config::kSlotBytes / 4), Config::kSlotBytes, full);
     slot.advance();
   }
 
  private:
-  __device__ __forceinline__ void copy_rows(const float* tile, int part, uint32_t full) const {
-    ptx::cp_async_bulk_load(ptx::shared_address(smem.magnitudes[slot.stage]),
-                            tile + Config::kOwnBytes / 4 + part * Config::kRows, Config::kRows * 4,
-                            full);
+  __device__ __forceinline__ void copy_plain(const float* tile, int part, uint32_t full) const {
+    if constexpr (Config::kSplit) {
+      ptx::cp_async_bulk_load(ptx::shared_address(smem.magnitudes[slot.stage]),
+                              tile + Config::kTileFloats + part * Config::kRows, Config::kRows * 4,
+                              full);
+    }
     constexpr int kPiece = Config::kRows * 128, kPanel = Config::kTileRows * 128;
     const uint32_t to = smem.root + smem.slot_offset(slot.stage);
 #pragma unroll
@@ -272,10 +291,9 @@ struct Float32BackwardProducer {
   __device__ __forceinline__ uint32_t begin(uint32_t more_bytes, int32_t step = 0,
                                             bool last = false) const {
     ptx::mbarrier_wait_asleep(smem.empty(slot.stage), slot.parity ^ 1);
-    ptx::fence_proxy_async_shared();  // consumers load magnitudes, statistics and bits
     smem.keys[slot.stage].tile = step;
     smem.keys[slot.stage].last = last;
-    constexpr int kBytes = Config::kSlotBytes + Config::kRows * 4;
+    constexpr int kBytes = Config::kSlotBytes + (Config::kSplit ? Config::kRows * 4 : 0);
     ptx::mbarrier_arrive_expect_tx(smem.full(slot.stage), kBytes + more_bytes);
     return smem.full(slot.stage);
   }

@@ -1,5 +1,5 @@
-// Computes dK and dV of float32 operands with warpgroup-level matrix instructions of float16. One
-// or two numbers of float16 stand for one of an operand (sm90/float32_tiles.cuh).
+// Computes dK and dV of float32 operands with warpgroup-level matrix instructions of TF32, or of
+// float16 for operands that are split (sm90/split_tiles.cuh).
 //
 //   for each query head of the group, for each tile of rows that may attend to the block's keys
 //     S^T = K Q^T,  dP^T = V dO^T
@@ -9,11 +9,12 @@
 // With modifiers, S becomes logits before the exponential (sm90/float32_logits.cuh). A block owns
 // 128 keys of a head, each of two consumer warpgroups 64 of them. The first warp of the first
 // warpgroup starts the copies. In shared memory are the block's tiles of K, those of V, and a ring
-// of slots, which Q and dO take in turn. dS is computed during dV. All products of a step are
-// awaited before the next step starts: there are no registers for those of two. Where a row has
-// more than 128 numbers, the two blocks of a cluster own the same keys, and half of the columns
-// each (config.cuh). If there are few blocks, several of them, or several clusters, share the same
-// keys. Each takes a part of the queries, and float32_key_sums_kernel adds their dK and dV.
+// of slots, which Q, dO, and dO and Q transposed take in turn; split ones are not transposed. All
+// products of a step are awaited before the next step starts: there are no registers for those of
+// two. Above head dim 128, or 64 if operands are split, the two blocks of a cluster own the same
+// keys, and half of the columns each (config.cuh). If there are
+// few blocks, several of them, or several clusters, share the same keys. Each takes a part of the
+// queries, and float32_key_sums_kernel adds their dK and dV.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,8 @@
 
 namespace jax_flash::sm90 {
 
-template <int kHeadDim, int kNumbers, bool kGeneral>
-using Float32KeyConfig = Float32ConfigOf<kHeadDim, 2, kNumbers, kGeneral>;
+template <int kHeadDim, bool kSplit>
+using Float32KeyConfig = Float32ConfigOf<kHeadDim, 2, kSplit>;
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32KeyWork {
@@ -124,8 +125,12 @@ __device__ __forceinline__ void produce_queries(const Backward& params,
     const int64_t tile = Config::place(head * tiles.query_tiles + at.step / kParts);
     const int part = at.step % kParts;
     const int64_t row = workspace.row_index(head, at.step * Config::kRows);
-    producer.load_rows(tiles.query + tile, part, workspace.lse_log2 + row);
-    producer.load_rows(tiles.dout + tile, part, workspace.delta + row);
+    producer.load_plain(tiles.query + tile, part, workspace.lse_log2 + row);
+    producer.load_plain(tiles.dout + tile, part, workspace.delta + row);
+    if constexpr (!Config::kSplit) {
+      producer.load_transposed(tiles.dout_transposed + tile, part);
+      producer.load_transposed(tiles.query_transposed + tile, part);
+    }
   }
 }
 
@@ -133,21 +138,25 @@ __device__ __forceinline__ void produce_queries(const Backward& params,
 template <typename Config, uint32_t kModifiers>
 struct Float32KeyConsumer {
   static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
-  static constexpr bool kGeneral = kModifiers != kNoModifier;
-  static constexpr int kNumbers = Config::kNumbers;
-  using Gradient = TransposedGradient<kModifiers, kN, false, false, kNumbers == 2>;
+  static constexpr bool kGeneral = kModifiers != kNoModifier, kSplit = Config::kSplit;
+  static_assert(Config::kSlots >= (kSplit ? 2 : 4));  // a step uses so many at a time
+  static_assert(kGeneral || !kSplit);
+  // If true, dV starts before dS is computed: there are registers for P beside the rounded P.
+  static constexpr bool kValuesFirst =
+      kModifiers == kFloat32Elements && Config::kRows == 32 && Config::kBlocks == 1;
+  using Gradient = TransposedGradient<kModifiers, kN, false, false, kSplit>;
   using Logits = Float32Logits<kModifiers, kN, true>;
   const Backward& params;
   const Float32KeyWork& work;
   const Float32BackwardSmem<Config>& smem;
   float to_log2;
-  float2 key_factors, value_factors;  // of products with this thread's rows of K and V
+  float2 key_factors, value_factors;  // of products with this thread's rows of split operands
   uint32_t allowed;  // bit 0: some query may attend to the thread's first key; bit 8: to the other
 
   float scores[kN][4], dscores[kN][4];
-  static constexpr int kSteps = kOperandSteps<kN, kNumbers>;
-  uint32_t weights[kSteps][4], dweights[kSteps][4];  // P and dS
-  ProductSum<kGradientN, kNumbers> dkey, dvalue;
+  static constexpr int kSteps = kOperandSteps<kN, kSplit>;
+  uint32_t weights[kSteps][4], dweights[kSteps][4];  // P and dS, rounded or split
+  ProductSum<kGradientN, kSplit> dkey, dvalue;
   RingState<Config::kSlots> slot;
   uint32_t parity = 0;  // of the number of steps
 
@@ -197,86 +206,144 @@ struct Float32KeyConsumer {
     }
   }
 
+  // Does the same as mask(), exponentials() and differentiate(), for a call with modifiers, and
+  // rounds P.
+  __device__ __forceinline__ void modify(const Logits& logits) {
+    const Gradient gradient{params, work.places.batch, logits.head, logits.col0, logits.row0};
+    const float* lse = smem.statistics[slot.stage];
+    logits.apply(reinterpret_cast<float (&)[1][kN][4]>(scores));
+    gradient.probabilities(scores, ColumnsInShared(lse), lse, to_log2);
+    const Kept kept = gradient.draw();
+    if constexpr (kValuesFirst) {
+      round_operands(scores, weights);
+      start_values();
+      ptx::wgmma_wait_group<1>();  // dP
+      ptx::wgmma_results(dscores);
+    }
+    receive_sums(smem, Float32Mail::kScoreGradients, parity, dscores);
+    gradient.finish(scores, dscores, lse, smem.statistics[slot.next(1).stage], kept);
+    if constexpr (!kValuesFirst) {
+      gradient.drop(scores, kept);
+      round_operands(scores, weights);
+    }
+  }
+
+  // Starts dV += P^T dO.
+  __device__ __forceinline__ void start_values() {
+    smem.await(slot, 2);
+    dvalue.start(weights, smem.transposed(slot.next(2).stage));
+  }
+
   // Starts S and dP.
   __device__ __forceinline__ void start_scores() {
     smem.await(slot, 0);
-    start_product<Config::kHeadDim, kNumbers>(scores, smem.own(0, consumer_group()),
-                                              smem.tile(slot.stage));
+    start_product<Config::kHeadDim, kSplit>(scores, smem.own(0, consumer_group()),
+                                            smem.plain(slot.stage));
     smem.await(slot, 1);
-    start_product<Config::kHeadDim, kNumbers>(dscores, smem.own(1, consumer_group()),
-                                              smem.tile(slot.next(1).stage));
+    start_product<Config::kHeadDim, kSplit>(dscores, smem.own(1, consumer_group()),
+                                            smem.plain(slot.next(1).stage));
   }
 
-  // Computes P from S, and starts dV += P^T dO. Sets the elements that dropout keeps.
-  __device__ __forceinline__ void start_values(int32_t row0, const Gradient& gradient,
-                                               const Logits& logits, Kept& kept) {
-    const float* lse = smem.statistics[slot.stage];
-    const uint32_t dout = slot.next(1).stage;
+  // The slots from `slot` on hold Q, dO, and dO and Q transposed.
+  // `at` moves to the next step. With modifiers, elements of that step are loaded during dV and dK.
+  __device__ __forceinline__ void step(Float32Visits& at, [[maybe_unused]] Logits& logits) {
+    start_scores();
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_results(scores);
+    send_sums(smem, Float32Mail::kScores, scores);
     if constexpr (kGeneral) {
-      logits.apply(reinterpret_cast<float (&)[1][kN][4]>(scores));
-      gradient.probabilities(scores, ColumnsInShared(lse), lse, to_log2);
-      kept = gradient.draw();
+      if constexpr (!kValuesFirst) {
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_results(dscores);
+      }
+      receive_sums(smem, Float32Mail::kScores, parity, scores);
+      send_sums(smem, Float32Mail::kScoreGradients, dscores);
+      modify(logits);
+      parity ^= 1;
     } else {
-      mask(row0);
+      mask(at.step * Config::kRows);
       exponentials();
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_results(dscores);
+      round_operands(scores, weights);
+      differentiate();
     }
+    round_operands(dscores, dweights);
+    __syncwarp();
+    arrive_warp(smem.empty(slot.stage));
+    arrive_warp(smem.empty(slot.next(1).stage));
+    if constexpr (!kValuesFirst) start_values();
+    smem.await(slot, 3);
+    dkey.start(dweights, smem.transposed(slot.next(3).stage));
+    at.advance();
+    if constexpr (kGeneral) load(at, logits);
+    ptx::wgmma_wait_group<0>();
+    dvalue.finish();
+    dkey.finish();
+    arrive_warp(smem.empty(slot.next(2).stage));
+    arrive_warp(smem.empty(slot.next(3).stage));
+    slot.advance(4);
+  }
+
+  // Computes P from S, and starts dV += P^T dO of split operands. Returns the factors of products
+  // with P, and sets the elements that dropout keeps.
+  __device__ __forceinline__ float2 start_split_values(const Gradient& gradient,
+                                                       const Logits& logits, uint32_t dout,
+                                                       Kept& kept) {
+    const float* lse = smem.statistics[slot.stage];
+    logits.apply(reinterpret_cast<float (&)[1][kN][4]>(scores));
+    gradient.probabilities(scores, ColumnsInShared(lse), lse, to_log2);
+    kept = gradient.draw();
     float dropped[kN][4];
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dropped[n][e] = scores[n][e];
     }
-    if constexpr (kGeneral) gradient.drop(dropped, kept);
-    dvalue.prepare(dropped, weights, smem.magnitudes[dout]);
-    dvalue.start(weights, smem.tile(dout));
+    gradient.drop(dropped, kept);
+    const float2 factors = split_operands(dropped, weights, smem.magnitudes[dout]);
+    dvalue.start(weights, smem.plain(dout));
+    return factors;
   }
 
-  // Takes dP, which has arrived.
-  __device__ __forceinline__ void take_score_gradients() {
-    ptx::wgmma_results(dscores);
-    multiply_all(dscores, value_factors, smem.magnitudes[slot.next(1).stage]);
-  }
-
-  // The slots from `slot` on hold Q and dO. `at` moves to the next step. With modifiers, elements
-  // of that step are loaded during dK.
-  __device__ __forceinline__ void step(Float32Visits& at, [[maybe_unused]] Logits& logits) {
-    const uint32_t query = slot.stage, dout = slot.next(1).stage;
+  // Does what step() does for split operands. The slots from `slot` on hold Q and dO, which are
+  // read in both orders. dS is computed during dV. There are no registers for products of dV and dK
+  // at the same time.
+  __device__ __forceinline__ void split_step(Float32Visits& at, Logits& logits) {
     const Gradient gradient{params, work.places.batch, logits.head, logits.col0, logits.row0};
+    const uint32_t query = slot.stage, dout = slot.next(1).stage;
     start_scores();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores);
     multiply_all(scores, key_factors, smem.magnitudes[query]);
     send_sums(smem, Float32Mail::kScores, scores);
+    const auto take_dscores = [&] {
+      ptx::wgmma_results(dscores);
+      multiply_all(dscores, value_factors, smem.magnitudes[dout]);
+    };
     if constexpr (Config::kBlocks > 1) {
       ptx::wgmma_wait_group<0>();
-      take_score_gradients();
+      take_dscores();
     }
     receive_sums(smem, Float32Mail::kScores, parity, scores);
     send_sums(smem, Float32Mail::kScoreGradients, dscores);
     Kept kept;
-    start_values(at.step * Config::kRows, gradient, logits, kept);
+    const float2 of_weights = start_split_values(gradient, logits, dout, kept);
     if constexpr (Config::kBlocks == 1) {
       ptx::wgmma_wait_group<1>();
-      take_score_gradients();
+      take_dscores();
     }
     receive_sums(smem, Float32Mail::kScoreGradients, parity, dscores);
     parity ^= 1;
-    if constexpr (kGeneral) {
-      gradient.finish(scores, dscores, smem.statistics[query], smem.statistics[dout], kept);
-    } else {
-      differentiate();
-    }
-    dkey.prepare(dscores, dweights, smem.magnitudes[query]);
-    if constexpr (kNumbers == 2) {  // there are no registers for products of dV and dK together
-      ptx::wgmma_wait_group<0>();
-      dvalue.finish();
-    }
-    dkey.start(dweights, smem.tile(query));
-    at.advance();
-    if constexpr (kGeneral) load(at, logits);
+    gradient.finish(scores, dscores, smem.statistics[query], smem.statistics[dout], kept);
+    const float2 of_dweights = split_operands(dscores, dweights, smem.magnitudes[query]);
     ptx::wgmma_wait_group<0>();
-    if constexpr (kNumbers == 1) dvalue.finish();
-    dkey.finish();
+    dvalue.finish(of_weights.x, of_weights.y);
+    dkey.start(dweights, smem.plain(query));
+    at.advance();
+    load(at, logits);
+    ptx::wgmma_wait_group<0>();
+    dkey.finish(of_dweights.x, of_dweights.y);
     sync_and_arrive_warp(smem.empty(query));
     arrive_warp(smem.empty(dout));
     slot.advance(2);
@@ -297,18 +364,24 @@ struct Float32KeyConsumer {
 
   __device__ __forceinline__ void run(const Float32Gradient& tiles) {
     find_allowed(tiles.bits + work.key_index);
-    const int64_t own = Config::place(work.key_index);
-    key_factors = own_factors<Config>(tiles.key + own, work.own_tiles);
-    value_factors = own_factors<Config>(tiles.value + own, work.own_tiles);
-    dkey.clear();
-    dvalue.clear();
+    if constexpr (kSplit) {
+      const int64_t own = Config::place(work.key_index);
+      key_factors = own_factors<Config>(tiles.key + own, work.own_tiles);
+      value_factors = own_factors<Config>(tiles.value + own, work.own_tiles);
+    }
+    set_zero(dkey.sum);
+    set_zero(dvalue.sum);
     Float32Visits at(work);
     Logits logits(params, work.places, work.band);
     if constexpr (kGeneral) load(at, logits);
     if (at.left > 0) ptx::mbarrier_wait(smem.own_full(), 0);
-    while (at.left > 0) step(at, logits);
-    dkey.settle();
-    dvalue.settle();
+    while (at.left > 0) {
+      if constexpr (kSplit) {
+        split_step(at, logits);
+      } else {
+        step(at, logits);
+      }
+    }
     const Shape& shape = params.shape;
     const int32_t key = work.key0 + consumer_row(), col = Config::first_col();
     const auto rows_of = [&](const Operand& operand, float* parts, int32_t cols) {

@@ -16,6 +16,7 @@
 #include "sm90/backward_float32/query_kernel.cuh"
 #include "sm90/float32_products.cuh"
 #include "sm90/float32_tiles.cuh"
+#include "sm90/split_tiles.cuh"
 #include "status.h"
 #include "tile/block_place.cuh"
 #include "tile/launch.cuh"
@@ -40,30 +41,33 @@ Status launch_float32_keys(const Backward& params, const BackwardWorkspace& work
                        params, tiles);
 }
 
-template <int kHeadDim, bool kGeneral, int kNumbers>
+template <int kHeadDim, bool kGeneral, bool kSplit>
 Status launch_backward_tiles(const Backward& params, cudaStream_t stream) {
-  using KeyConfig = Float32KeyConfig<kHeadDim, kNumbers, kGeneral>;
-  using QueryConfig = Float32QueryConfig<kHeadDim, kNumbers, kGeneral>;
+  using KeyConfig = Float32KeyConfig<kHeadDim, kSplit>;
+  using QueryConfig = Float32QueryConfig<kHeadDim, kSplit>;
   const Shape& shape = params.shape;
   BackwardWorkspace workspace;
   const BackwardFeatures features = BackwardFeatures::of(params);
   const int64_t bytes =
       BackwardWorkspace::plan(shape, kHeadDim, features, params.workspace, workspace);
   Float32Gradient tiles;
-  Float32Gradient::plan(shape, kNumbers == 2, static_cast<char*>(params.workspace) + bytes, tiles);
+  Float32Gradient::plan(shape, kSplit, static_cast<char*>(params.workspace) + bytes, tiles);
   AllTiles all(params);
   const int32_t dim = shape.head_dim, value_dim = shape.value_dim;
-  all.add(shape, params.dout, true, value_dim, tiles.query_tiles, tiles.dout, nullptr);
+  all.add(shape, params.dout, true, value_dim, tiles.query_tiles, tiles.dout,
+          tiles.dout_transposed);
   all.dout = 0;
   all.statistics = GradientStatistics(params, workspace);
-  all.add(shape, params.query, true, dim, tiles.query_tiles, tiles.query, nullptr);
+  all.add(shape, params.query, true, dim, tiles.query_tiles, tiles.query, tiles.query_transposed);
+  TilesOf& key = all.add(shape, params.key, false, dim, tiles.key_tiles, tiles.key,
+                         tiles.key_transposed, tiles.bits);
   // A key that a modifier hides from a query has dS = 0, whose product with NaN would be NaN. A
   // query that does attend to a NaN has dS = NaN.
-  all.add(shape, params.key, false, dim, tiles.key_tiles, tiles.key,
-          kGeneral ? tiles.finite_key : nullptr, tiles.bits);
+  key.clears = kGeneral;
   all.add(shape, params.value, false, value_dim, tiles.key_tiles, tiles.value, nullptr);
-  Status status =
-      launch_tiles<QueryConfig::kHeadDim, QueryConfig::kBlocks, kNumbers>(params, all, stream);
+  constexpr int kRows = Float32Gradient::kTileRows;
+  constexpr int kCols = QueryConfig::kHeadDim, kBlocks = QueryConfig::kBlocks;
+  Status status = launch_tiles<kSplit, kRows, kCols, kBlocks>(params, all, stream);
   if (kGeneral && status.ok()) status = clear_bias_gradient(params, stream);
   if (!status.ok()) return status;
   status = with_float32_modifiers<kGeneral>(params, [&](auto modifiers) {
@@ -76,16 +80,16 @@ Status launch_backward_tiles(const Backward& params, cudaStream_t stream) {
         QueryConfig::kThreads, QueryConfig::kSmemBytes, stream, params, workspace, tiles);
   });
   if (!kGeneral || !status.ok()) return status;
-  using Element = std::conditional_t<kNumbers == 2, Tf32x3, Tf32>;
+  using Element = std::conditional_t<kSplit, Tf32x3, Tf32>;
   return launch_added_gradients<Element>(without_added_bias_gradient(params), workspace, stream);
 }
 
 template <int kHeadDim, bool kGeneral>
 Status launch_backward_float32(const Backward& params, const Choice& choice, cudaStream_t stream) {
-  if constexpr (kGeneral && kHeadDim <= max_float32_head_dim(2)) {
-    if (choice.exact) return launch_backward_tiles<kHeadDim, kGeneral, 2>(params, stream);
+  if constexpr (kGeneral && kHeadDim <= kMaxSplitHeadDim) {
+    if (choice.exact) return launch_backward_tiles<kHeadDim, kGeneral, true>(params, stream);
   }
-  return launch_backward_tiles<kHeadDim, kGeneral, 1>(params, stream);
+  return launch_backward_tiles<kHeadDim, kGeneral, false>(params, stream);
 }
 
 }  // namespace jax_flash::sm90

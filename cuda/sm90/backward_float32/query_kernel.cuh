@@ -1,5 +1,5 @@
-// Computes dQ of float32 operands with warpgroup-level matrix instructions of float16. One or two
-// numbers of float16 stand for one of an operand (sm90/float32_tiles.cuh).
+// Computes dQ of float32 operands with warpgroup-level matrix instructions of TF32, or of float16
+// for operands that are split (sm90/split_tiles.cuh).
 //
 //   for each tile of keys that some row of the block may attend to
 //     S = Q K^T,  dP = dO V^T                               dO from registers
@@ -9,10 +9,10 @@
 // With modifiers, S becomes logits before the exponential (sm90/float32_logits.cuh), and dS may be
 // added to the bias's gradient. A block owns 128 rows of a head, each of two consumer
 // warpgroups 64 of them. The first warp of the first warpgroup starts the copies. In shared memory
-// are the block's tiles of Q, and a ring of slots, which K and V take in turn. With modifiers, a
-// copy of K without NaN and infinity follows, which dQ reads. If registers allow it, dQ of a step
-// starts after S of the next one. Where a row has more than 128 numbers, the two blocks of a
-// cluster own the same rows, and half of the columns each (config.cuh).
+// are the block's tiles of Q, and a ring of slots, which K, V, and K transposed take in turn. S of
+// a step starts before dQ of the step before is done, unless operands are split. Above head dim
+// 128, or 64 if operands are split, the two blocks of a cluster own the same rows, and half of the
+// columns each (config.cuh).
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,8 @@
 
 namespace jax_flash::sm90 {
 
-template <int kHeadDim, int kNumbers, bool kGeneral>
-using Float32QueryConfig = Float32ConfigOf<kHeadDim, 1, kNumbers, kGeneral>;
+template <int kHeadDim, bool kSplit>
+using Float32QueryConfig = Float32ConfigOf<kHeadDim, 1, kSplit>;
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32QueryWork {
@@ -80,7 +80,7 @@ __device__ __forceinline__ Float32QueryWork describe_queries(const Backward& par
 }
 
 // Called by one warp, whose first lane starts the copies.
-template <typename Config, bool kGeneral>
+template <typename Config>
 __device__ __forceinline__ void produce_keys(const Shape& shape, const Float32Gradient& tiles,
                                              const Float32QueryWork& work,
                                              const Float32BackwardSmem<Config>& smem) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void produce_keys(const Shape& shape, const Float32Gr
       for (int part = 0; part < kParts; ++part) {
         producer.load_keys(tiles.key + at, part, tiles.bits + index, tile * kParts + part,
                            last && part == kParts - 1);
-        producer.load_rows(tiles.value + at, part);
-        if constexpr (kGeneral) producer.load_rows(tiles.finite_key + at, part);
+        producer.load_plain(tiles.value + at, part);
+        producer.load_transposed(tiles.key_transposed + at, part);
       }
     }
     __syncwarp();
@@ -117,23 +117,19 @@ __device__ __forceinline__ void produce_keys(const Shape& shape, const Float32Gr
 template <typename Config, uint32_t kModifiers>
 struct Float32QueryConsumer {
   static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
-  static constexpr bool kGeneral = kModifiers != kNoModifier;
-  static constexpr int kNumbers = Config::kNumbers;
-  // If true, dQ of a step starts after S of the next one: there are registers for both.
-  static constexpr bool kOverlaps = kNumbers == 1 && (!kGeneral || Config::kHeadDim <= 64);
-  static constexpr int kStepSlots = kGeneral ? 3 : 2, kKeySlot = kGeneral ? 2 : 0;  // K for dQ
-  using Gradient = ScoreGradient<true, 1, kN, std::conditional_t<kNumbers == 2, Tf32x3, Tf32>>;
+  static constexpr bool kGeneral = kModifiers != kNoModifier, kSplit = Config::kSplit;
+  using Gradient = ScoreGradient<true, 1, kN, std::conditional_t<kSplit, Tf32x3, Tf32>>;
   using Logits = Float32Logits<kModifiers, kN, false>;
   const Backward& params;
   const Float32QueryWork& work;
   const Float32BackwardSmem<Config>& smem;
   float to_log2;
-  float2 query_factors, dout_factors;  // of products with this thread's rows of Q and dO
+  float2 query_factors, dout_factors;  // of products with this thread's rows of split operands
 
-  uint32_t dout[kOperandSteps<kGradientN, kNumbers>][4];
+  uint32_t dout[kOperandSteps<kGradientN, kSplit>][4];
   float scores[1][kN][4], dscores[1][kN][4];
-  uint32_t dweights[kOperandSteps<kN, kNumbers>][4];  // dS
-  ProductSum<kGradientN, kNumbers> dquery;
+  uint32_t dweights[kOperandSteps<kN, kSplit>][4];  // dS, rounded or split
+  ProductSum<kGradientN, kSplit> dquery;
   float lse[1][2], delta[1][2];  // of the thread's rows
   RingState<Config::kSlots> slot;
   uint32_t parity = 0;  // of the number of steps
@@ -142,7 +138,7 @@ struct Float32QueryConsumer {
   __device__ __forceinline__ void mask(int32_t col0) {
     constexpr int kBits = 2 * kN;  // of a thread's keys
     const int32_t row0 = work.row0 + consumer_group() * 64;
-    const uint32_t of_tile = smem.keys[slot.stage].bits[0].words[threadIdx.x % 4];
+    const uint32_t of_tile = smem.keys[slot.stage].bits.words[threadIdx.x % 4];
     const uint32_t keys = of_tile >> col0 % Config::kTileRows / 32 * kBits & kAllBits<kN>;
     const bool edge =
         !work.band.all_allowed(row0, min(row0 + 64, work.band.q_len), col0, col0 + Config::kRows);
@@ -175,24 +171,30 @@ struct Float32QueryConsumer {
     }
   }
 
-  // Takes dP, which has arrived.
-  __device__ __forceinline__ void take_score_gradients() {
-    ptx::wgmma_results(dscores[0]);
-    multiply_all(dscores[0], dout_factors, smem.magnitudes[slot.next(1).stage]);
+  // Multiplies dP of split operands by its factors.
+  __device__ __forceinline__ void scale_gradients() {
+    if constexpr (kSplit) {
+      multiply_all(dscores[0], dout_factors, smem.magnitudes[slot.next(1).stage]);
+    }
   }
 
-  // Returns the slot of K for dQ of the step before.
-  __device__ __forceinline__ uint32_t last_key() const {
-    return (slot.stage + Config::kSlots - kStepSlots + kKeySlot) % Config::kSlots;
-  }
-  // Takes dQ, which has arrived, and frees the slot of its K.
-  __device__ __forceinline__ void finish_dquery(uint32_t key) {
-    dquery.finish();
-    arrive_warp(smem.empty(key));
+  // Adds dQ of split dS and K, whose slot is the third of the step, and frees the step's slots. A
+  // load of magnitudes just before a slot's release has returned those of the slot's next tile
+  // (TUNING_float32.md). Here, what depends on them has been computed.
+  __device__ __forceinline__ void add_split_products() {
+    smem.await(slot, 2);
+    const uint32_t key = slot.next(2).stage;
+    const float2 of_rows = split_operands(dscores[0], dweights, smem.magnitudes[key]);
+    dquery.start(dweights, smem.transposed(key));
+    ptx::wgmma_wait_group<0>();
+    dquery.finish(of_rows.x, of_rows.y);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 3; ++i) arrive_warp(smem.empty(slot.next(i).stage));
   }
 
-  // The slots from `slot` on hold K, V, and perhaps K for dQ. Returns whether this is the last
-  // step. kFirst: no dQ of a previous step is pending.
+  // The slots from `slot` on hold K, V, and K transposed. Returns whether this is the last step.
+  // kFirst: no dQ of a previous step is pending.
   template <bool kFirst>
   __device__ __forceinline__ bool step() {
     smem.await(slot, 0);
@@ -202,22 +204,26 @@ struct Float32QueryConsumer {
     const int32_t row0 = work.row0 + consumer_row(), col0 = tile * Config::kRows;
     [[maybe_unused]] Logits logits(params, work.places, work.band);
     if constexpr (kGeneral) logits.load(work.head, row0, col0);
-    start_product<Config::kHeadDim, kNumbers>(scores[0], smem.own(0, consumer_group()),
-                                              smem.tile(slot.stage));
-    if constexpr (!kFirst) dquery.start(dweights, smem.tile(last_key()));
+    start_product<Config::kHeadDim, kSplit>(scores[0], smem.own(0, consumer_group()),
+                                            smem.plain(slot.stage));
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait_group<1>();  // dQ of the previous step is done
+      dquery.finish();
+      arrive_warp(smem.empty((slot.stage + Config::kSlots - 1) % Config::kSlots));
+    }
     smem.await(slot, 1);
-    start_product_from_registers<kNumbers>(dscores[0], dout, smem.tile(slot.next(1).stage));
-    ptx::wgmma_wait_group<kFirst ? 1 : 2>();
+    start_product_from_registers<kSplit>(dscores[0], dout, smem.plain(slot.next(1).stage));
+    ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores[0]);
-    multiply_all(scores[0], query_factors, smem.magnitudes[slot.stage]);
+    if constexpr (kSplit) multiply_all(scores[0], query_factors, smem.magnitudes[slot.stage]);
     [[maybe_unused]] const Gradient gradient(params, work.places.batch, work.head, row0, col0);
     if constexpr (!kGeneral) mask(col0);
-    if constexpr (kGeneral) sync_and_arrive_warp(smem.empty(slot.stage));
+    if constexpr (!kSplit) sync_and_arrive_warp(smem.empty(slot.stage));
     send_sums(smem, Float32Mail::kScores, scores[0]);
     if constexpr (Config::kBlocks > 1) {
       ptx::wgmma_wait_group<0>();
-      if constexpr (!kFirst) finish_dquery(last_key());
-      take_score_gradients();
+      ptx::wgmma_results(dscores[0]);
+      scale_gradients();
       receive_sums(smem, Float32Mail::kScores, parity, scores[0]);
       send_sums(smem, Float32Mail::kScoreGradients, dscores[0]);
     }
@@ -227,12 +233,12 @@ struct Float32QueryConsumer {
     } else {
       exponentials();
     }
-    if constexpr (Config::kBlocks == 1) {
+    if constexpr (Config::kBlocks == 1 || !kSplit) {
       ptx::wgmma_wait_group<0>();
-      if constexpr (!kFirst) finish_dquery(last_key());
-      take_score_gradients();
+      ptx::wgmma_results(dscores[0]);
+      scale_gradients();
     }
-    sync_and_arrive_warp(smem.empty(slot.next(1).stage));
+    if constexpr (!kSplit) arrive_warp(smem.empty(slot.next(1).stage));
     receive_sums(smem, Float32Mail::kScoreGradients, parity, dscores[0]);
     parity ^= 1;
     if constexpr ((kModifiers & (kSoftCap | kDropout)) != 0) {
@@ -244,15 +250,14 @@ struct Float32QueryConsumer {
     if (kGeneral && Config::part() == 0) {
       add_bias_gradient(params, work.places.batch, work.head, row0, col0, dscores);
     }
-    smem.await(slot, kKeySlot);
-    const uint32_t key = slot.next(kKeySlot).stage;
-    dquery.prepare(dscores[0], dweights, smem.magnitudes[key]);
-    if constexpr (!kOverlaps) {
-      dquery.start(dweights, smem.tile(key));
-      ptx::wgmma_wait_group<0>();
-      finish_dquery(key);
+    if constexpr (kSplit) {
+      add_split_products();
+    } else {
+      round_operands(dscores[0], dweights);
+      smem.await(slot, 2);
+      dquery.start(dweights, smem.transposed(slot.next(2).stage));
     }
-    slot.advance(kStepSlots);
+    slot.advance(3);
     return last;
   }
 
@@ -260,7 +265,7 @@ struct Float32QueryConsumer {
                                       const Float32Gradient& tiles) {
     const Shape& shape = params.shape;
     const int32_t row = work.row0 + consumer_row();
-    dquery.clear();
+    set_zero(dquery.sum);
     if (work.has_keys()) {
       const int64_t head = work.batch_index * shape.heads + work.head;
 #pragma unroll
@@ -277,23 +282,23 @@ struct Float32QueryConsumer {
       const bool vectors = from.row % 4 == 0 && shape.value_dim % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(first) % 16 == 0;
       const int32_t rows = work.band.q_len - row, cols = shape.value_dim - col;
-      dout_factors = read_operands<kNumbers>(dout, first, from.row, rows, cols, vectors);
-      dout_factors.x *= ptx::kSplitProduct;
-      dout_factors.y *= ptx::kSplitProduct;
-      const int32_t tile = work.row0 / Config::kTileRows;
-      query_factors = own_factors<Config>(
-          tiles.query + Config::place(head * tiles.query_tiles + tile), tiles.query_tiles - tile);
+      if constexpr (kSplit) {
+        dout_factors = read_split_operands(dout, first, from.row, rows, cols, vectors);
+        const int32_t tile = work.row0 / Config::kTileRows;
+        query_factors = own_factors<Config>(
+            tiles.query + Config::place(head * tiles.query_tiles + tile), tiles.query_tiles - tile);
+      } else {
+        read_operands(dout, first, from.row, rows, cols, vectors);
+      }
       ptx::mbarrier_wait(smem.own_full(), 0);
-      if constexpr (kOverlaps) {
+      if constexpr (kSplit) {
+        while (!step<true>()) continue;
+      } else {
         bool last = step<true>();
         while (!last) last = step<false>();
-        dquery.start(dweights, smem.tile(last_key()));
         ptx::wgmma_wait_group<0>();
         dquery.finish();
-      } else {
-        while (!step<true>()) continue;
       }
-      dquery.settle();
     }
     const Operand& to = params.dquery;
     const int32_t col = Config::first_col();
@@ -307,15 +312,15 @@ template <typename Config, uint32_t kModifiers>
 __global__ void __cluster_dims__(Config::kBlocks, 1, 1) __launch_bounds__(Config::kThreads, 1)
     float32_query_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
                          const Float32Gradient tiles) {
-  run_block<Config>(
-      [&] { return describe_queries<Config>(params, tiles); },
-      [&](const Float32QueryWork& work, const auto& smem) {
-        produce_keys<Config, kModifiers != kNoModifier>(params.shape, tiles, work, smem);
-      },
-      [&](const Float32QueryWork& work, const auto& smem) {
-        Float32QueryConsumer<Config, kModifiers>{params, work, smem, params.options.scale * kLog2E}
-            .run(workspace, tiles);
-      });
+  run_block<Config>([&] { return describe_queries<Config>(params, tiles); },
+                    [&](const Float32QueryWork& work, const auto& smem) {
+                      produce_keys<Config>(params.shape, tiles, work, smem);
+                    },
+                    [&](const Float32QueryWork& work, const auto& smem) {
+                      Float32QueryConsumer<Config, kModifiers>{params, work, smem,
+                                                               params.options.scale * kLog2E}
+                          .run(workspace, tiles);
+                    });
 }
 
 }  // namespace jax_flash::sm90

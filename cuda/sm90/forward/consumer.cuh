@@ -15,7 +15,6 @@
 #include "params.h"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/exact_maximum.cuh"
@@ -240,7 +239,6 @@ struct ForwardConsumer {
         ptx::ldmatrix_x4(a, reader.at(0, k * 2));
       }
     });
-    ptx::fence_proxy_async_shared();  // copies overwrite what has been loaded
   }
   __device__ __forceinline__ void start_scores() {
     if constexpr (Modifier::kInScores) modifier.begin_scores(scores);

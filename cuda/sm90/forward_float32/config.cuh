@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "plan/float32_tiles.h"
 #include "ptx/shared.cuh"
@@ -26,32 +27,39 @@ struct Float32Work {
   int32_t row0;   // negative: there is no more work
   bool has_keys;  // false if no row attends to a key
   float sink;     // in the units of the logits
+  // The next three are set with modifiers.
   Float32Places places;
   int32_t head;
   const KeyBits* bad;  // those of the head's first tile: of values that are not finite
 };
 
-// K and V take the slots in turn. A slot holds all keys of a step. kNumberCount: the number of
-// float16 numbers that stand for one of an operand (ptx/split.cuh).
-template <int kHeadDimension, int kNumberCount, int kKeys = kTileRows>
+// Matrices of float32 are laid out as ones of twice as many columns of 16 bits: those have the
+// swizzle that wgmma reads. K and V take the slots in turn. kSplitOperands: operands are split into
+// float16 (sm90/split_tiles.cuh).
+template <int kHeadDimension, bool kSplitOperands>
 struct Float32Config {
-  static constexpr int kHeadDim = kHeadDimension, kNumbers = kNumberCount;
+  static constexpr int kHeadDim = kHeadDimension;
+  static constexpr bool kSplit = kSplitOperands;
 
   static constexpr int kConsumers = 2, kBlockQ = 64 * kConsumers;
-  static constexpr int kBlockKv = kKeys, kTiles = kKeys / kTileRows;  // of a step
+  static constexpr int kBlockKv = Float32Tiles::keys(kHeadDim, kSplit);
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-  using Tile = SmemTile<kBlockKv, kNumbers * kHeadDim>;  // of K or V, in a slot
-  static constexpr int kTileBytes = Tile::kBytes;
-  static constexpr int kTileFloats = tile_floats(kHeadDim, kNumbers);  // in the workspace
+  using KeyTile = SmemTile<kBlockKv, 2 * kHeadDim>;
+  // Without a split, keys are contiguous.
+  using ValueTile = std::conditional_t<kSplit, KeyTile, SmemTile<kHeadDim, 2 * kBlockKv>>;
+  static constexpr int kTileBytes = KeyTile::kBytes;
+  static constexpr int kTileFloats = Float32Tiles::floats(kHeadDim, kSplit);  // in the workspace
+  static_assert(ValueTile::kBytes == kTileBytes);
 
   static constexpr int kQueryStages = 2;  // of descriptions: consumers read Q themselves
-  // Above, Q does not fit the registers beside O, and is in shared memory instead.
-  static constexpr bool kQueryInSmem = kNumbers * kHeadDim > 128;
-  using QueryTile = SmemTile<64, kNumbers * kHeadDim>;  // of a consumer
+  // Above head dim 128, or 64 if it is split, Q does not fit the registers beside O, and is in
+  // shared memory instead.
+  static constexpr bool kQueryInSmem = kHeadDim > (kSplit ? 64 : 128);
+  using QueryTile = SmemTile<64, 2 * kHeadDim>;  // of a consumer
   static constexpr int kSlotsOffset = kQueryInSmem ? kConsumers * QueryTile::kBytes : 0;
-  static constexpr int kStaticBytes = 6144;  // an upper bound
+  static constexpr int kStaticBytes = kSplit ? 4096 : kStaticSmemBytes;  // an upper bound
   static constexpr int kFit = (kSmemLimit - kStaticBytes - kSlotsOffset) / kTileBytes;
   static constexpr int kSlots = kFit < 8 ? kFit : 8;
   static_assert(kSlots >= 3);
@@ -64,19 +72,20 @@ using Float32Barriers = TileBarriers<Config::kQueryStages, 1, Config::kSlots, Co
 // Lays out static shared memory.
 template <typename Config>
 struct Float32Notes {
-  Float32Keys<Config::kTiles> keys[Config::kSlots];  // of slots that hold K
+  alignas(16) Float32Keys keys[Config::kSlots];  // of slots that hold K
   Float32Work works[Config::kQueryStages];
   uint64_t barriers[Float32Barriers<Config>::kCount];
-  alignas(16) float magnitudes[Config::kSlots][Config::kBlockKv];  // of the rows in the slots
+  // The magnitudes of the rows in the slots, if operands are split (ptx/split.cuh).
+  alignas(16) float magnitudes[Config::kSplit ? Config::kSlots : 1][kSplitRows];
 };
 
 // Gives the addresses of a block's tiles and barriers.
 template <typename Config>
 struct Float32Smem : Float32Barriers<Config> {
   uint32_t root;
-  Float32Keys<Config::kTiles>* keys;
+  Float32Keys* keys;
   Float32Work* works;
-  float (*magnitudes)[Config::kBlockKv];
+  float (*magnitudes)[kSplitRows];
 
   __device__ __forceinline__ Float32Smem(uint32_t tiles, Float32Notes<Config>& notes)
       : Float32Barriers<Config>(ptx::shared_address(notes.barriers)),
@@ -88,8 +97,10 @@ struct Float32Smem : Float32Barriers<Config> {
   __device__ __forceinline__ typename Config::QueryTile query(int group) const {
     return {root, static_cast<uint32_t>(group) * Config::QueryTile::kBytes};
   }
-  // Returns the tile of K or V in a slot.
-  __device__ __forceinline__ typename Config::Tile tile(uint32_t slot) const {
+  __device__ __forceinline__ typename Config::KeyTile key(uint32_t slot) const {
+    return {root, Config::kSlotsOffset + slot * Config::kTileBytes};
+  }
+  __device__ __forceinline__ typename Config::ValueTile value(uint32_t slot) const {
     return {root, Config::kSlotsOffset + slot * Config::kTileBytes};
   }
 };

@@ -1,18 +1,19 @@
 // Implements a consumer warpgroup of Hopper's forward kernel for float32, which owns 64 rows of
-// each query tile. It keeps Q in registers, or, if it does not fit, in shared memory, and walks
-// over key tiles from the last to the first. A step is:
+// each query tile. It keeps Q in registers, or above head dim 128 (64 if operands are split) in
+// shared memory, and walks over key tiles from the last to the first. A step is:
 //
 //   start S of this tile; start P V of the last tile; await S; mask; exponentials; await P V; lower
 //   O if a running maximum has risen; round P
 //
 // The two consumers do not wait for each other. With modifiers, there are no registers for P of one
-// tile beside elements of the bias or mask of another. A step is then:
+// tile beside elements of the bias or mask of another; above head dim 128, there is no shared
+// memory for V of one tile beside K of the next but one. A step is then:
 //
 //   start S; await S; logits; lower O; exponentials; round P; start P V; start loads of elements of
 //   the next tile; await P V
 //
-// Tiles of V have zeros in place of NaN and infinity. After the last step, these are added to O of
-// the rows that attend to their keys.
+// Tiles of V then have zeros in place of NaN and infinity. After the last step, these are added to
+// O of the rows that attend to their keys.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,7 @@
 #include "modifiers/logits.cuh"
 #include "params.h"
 #include "ptx/mbarrier.cuh"
+#include "ptx/tf32.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/float32_logits.cuh"
@@ -40,24 +42,21 @@ template <typename Config, uint32_t kModifiers>
 struct Float32Consumer {
   static constexpr int kScoreN = Config::kBlockKv / 8, kOutN = Config::kHeadDim / 8;
   static constexpr bool kGeneral = kModifiers != kNoModifier;
-  static constexpr bool kQueryInSmem = Config::kQueryInSmem;
-  static constexpr int kNumbers = Config::kNumbers;
-  static constexpr int kQuerySteps = kOperandSteps<Config::kHeadDim / 8, kNumbers>;
-  static_assert(kGeneral || kNumbers == 1);
+  static constexpr bool kQueryInSmem = Config::kQueryInSmem, kSplit = Config::kSplit;
+  static constexpr int kQuerySteps = kOperandSteps<Config::kHeadDim / 8, kSplit>;
+  static_assert(kGeneral || !kSplit);
   using Softmax = OnlineSoftmax<1, kGeneral>;
   using Logits = Float32Logits<kModifiers, kScoreN, false>;
-  static constexpr float kMostWeight = 256.0f;  // of P, relative to the running maximum
-  static_assert(Softmax::kSlack <= 8.0f);
 
   const Forward& params;
   const Float32Plan& plan;
   const Float32Smem<Config>& smem;
 
   uint32_t query[kQueryInSmem ? 1 : kQuerySteps][4];
-  float2 query_factors;  // of products with this thread's rows of Q
+  float2 query_factors;  // of products with this thread's rows of split Q
   float scores[1][kScoreN][4];
-  uint32_t weights[kOperandSteps<kScoreN, kNumbers>][4];  // P
-  ProductSum<kOutN, kNumbers> out;                        // O
+  uint32_t weights[kOperandSteps<kScoreN, kSplit>][4];  // P
+  ProductSum<kOutN, kSplit> out;                        // O
   RingState<Config::kQueryStages> query_stage;
   RingState<Config::kSlots> slot;  // of K, which V follows
   // The next two are computed wherever they are used, since registers are scarce.
@@ -76,11 +75,11 @@ struct Float32Consumer {
     const auto read = [&](auto& to) {
       const float* const first = of.query + warp_row() * plan.query.row;
       const int32_t rows = of.band.q_len - of.row0 - warp_row();
-      query_factors =
-          read_operands<kNumbers>(to, first, plan.query.row, rows, plan.head_dim, plan.vectors);
-      if constexpr (kGeneral) {  // otherwise the magnitudes of K have this factor: they come first
-        query_factors.x *= ptx::kSplitProduct;
-        query_factors.y *= ptx::kSplitProduct;
+      if constexpr (kSplit) {
+        query_factors =
+            read_split_operands(to, first, plan.query.row, rows, plan.head_dim, plan.vectors);
+      } else {
+        read_operands(to, first, plan.query.row, rows, plan.head_dim, plan.vectors);
       }
     };
     if constexpr (kQueryInSmem) {
@@ -98,10 +97,9 @@ struct Float32Consumer {
   // Starts S of the keys in `slot`.
   __device__ __forceinline__ void start_scores() {
     if constexpr (kQueryInSmem) {
-      start_product<Config::kHeadDim, kNumbers>(scores[0], smem.query(group()),
-                                                smem.tile(slot.stage));
+      start_product<Config::kHeadDim, kSplit>(scores[0], smem.query(group()), smem.key(slot.stage));
     } else {
-      start_product_from_registers<kNumbers>(scores[0], query, smem.tile(slot.stage));
+      start_product_from_registers<kSplit>(scores[0], query, smem.key(slot.stage));
     }
   }
 
@@ -113,11 +111,17 @@ struct Float32Consumer {
     ptx::mbarrier_wait(smem.full(slot.stage), slot.parity);
   }
 
-  // Without modifiers, products keep the unit of their row until the exponential. A factor of 0, of
-  // a row of zeros, would turn a maximum of -inf into NaN.
-  __device__ __forceinline__ float2 rows_to_log2() const {
-    return make_float2(fmaxf(query_factors.x * plan.to_log2, 0x1p-126f),
-                       fmaxf(query_factors.y * plan.to_log2, 0x1p-126f));
+  // Rounds P. The accumulator columns 2 t and 2 t + 1 serve as operand columns t and t + 4
+  // (sm90/float32_tiles.cuh). The addition may lose a NaN, but then the row's sum is NaN.
+  __device__ __forceinline__ void round_weights() {
+    constexpr int kElement[4] = {0, 2, 1, 3};
+#pragma unroll
+    for (int k = 0; k < kScoreN; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weights[k][i] = __float_as_uint(scores[0][k][kElement[i]]) + ptx::kHalfTf32;
+      }
+    }
   }
 
   // Waits for the values of this tile. The parity depends on all exponentials: otherwise the
@@ -132,11 +136,7 @@ struct Float32Consumer {
 
   // Sets scores to -inf where an edge or a mask forbids the key.
   __device__ __forceinline__ void mask(int32_t tile, const Range& uncut) {
-    uint32_t keys = 0;  // those of a tile have half of the bits
-#pragma unroll
-    for (int tile = 0; tile < Config::kTiles; ++tile) {
-      keys |= smem.keys[slot.stage].bits[tile].words[threadIdx.x % 4] << 16 * tile;
-    }
+    const uint32_t keys = smem.keys[slot.stage].bits.words[threadIdx.x % 4];
     const bool edge = tile < uncut.first || tile >= uncut.end;
     if (!edge && __all_sync(0xffffffff, keys == kAllBits<kScoreN>)) return;
     AllowedBits allowed = {{keys, keys}};
@@ -179,7 +179,10 @@ struct Float32Consumer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {  // the columns are those of Float32Rows
           const int32_t col = col0 + n / 2 * 16 + 2 * e + n % 2;
-          const float x = col < plan.value_dim ? value[col] : 0.0f;
+          float x = col < plan.value_dim ? value[col] : 0.0f;
+          if (!kSplit && is_finite(x)) {  // rounding turns the greatest numbers into infinity
+            x = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)) & ptx::kTf32Bits);
+          }
           if (!is_finite(x)) out.sum[0][n][2 * half + e] += x;
         }
       }
@@ -188,7 +191,7 @@ struct Float32Consumer {
   // Does so for all keys that rows of the query tile may attend to. Few calls have such values.
   __device__ __forceinline__ void add_bad_values() {
     const Float32Work& of = work();
-    const Range tiles = kv_tiles<kTileRows>(of.band, of.row0, of.row0 + Config::kBlockQ);
+    const Range tiles = kv_tiles<Config::kBlockKv>(of.band, of.row0, of.row0 + Config::kBlockQ);
     for (int32_t first = tiles.first; first < tiles.end; first += 32) {
       const int32_t mine = first + threadIdx.x % 32;
       uint4 words = {};
@@ -197,8 +200,8 @@ struct Float32Consumer {
       for (; found != 0; found &= found - 1) {
         const int32_t tile = first + __ffs(found) - 1;
 #pragma unroll 1
-        for (int place = 0; place < kTileRows; ++place) {
-          if (of.bad[tile].has(place)) add_bad_value(tile * kTileRows + place);
+        for (int place = 0; place < Config::kBlockKv; ++place) {
+          if (of.bad[tile].has(place)) add_bad_value(tile * Config::kBlockKv + place);
         }
       }
     }
@@ -225,25 +228,24 @@ struct Float32Consumer {
   __device__ __forceinline__ bool step(Softmax& softmax, const Range& uncut) {
     await_key();
     start_scores();
-    if constexpr (!kFirst) out.start(weights, smem.tile(last_slot()));
+    if constexpr (!kFirst) out.start(weights, smem.value(last_slot()));
     ptx::wgmma_wait_group<kFirst ? 0 : 1>();
     ptx::wgmma_results(scores[0]);
-    multiply_columns(scores[0], smem.magnitudes[slot.stage]);
     // Reductions, whose results the compiler knows to be the same in all lanes.
     const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[slot.stage].tile);
     const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
     mask(tile, uncut);
     sync_and_arrive_warp(smem.empty(slot.stage));
     float factor[1][2];
-    const bool rises = softmax.template raise_maximum<2>(scores, rows_to_log2(), factor);
+    const bool rises = softmax.template raise_maximum<2>(scores, plan.to_log2, factor);
 #pragma unroll
-    for (auto& block : scores[0]) softmax.exponentials(block, 0, rows_to_log2());
+    for (auto& block : scores[0]) softmax.exponentials(block, 0, plan.to_log2);
     await_value(softmax);
     if constexpr (!kFirst) {
       finish_out();
-      if (rises) out.rescale(factor[0]);
+      if (rises) Softmax::rescale(out.sum, factor);
     }
-    out.prepare(scores[0], weights, smem.magnitudes[slot.next(1).stage], kMostWeight);
+    round_weights();
     slot.advance();
     slot.advance();
     return last;
@@ -256,47 +258,46 @@ struct Float32Consumer {
     logits.load(work().head, work().row0 + warp_row(), tile * Config::kBlockKv);
   }
 
-  // Does nothing to Q, since a column is not negative. Without this, ptxas 13.0 gives P the
-  // registers of Q at head dim 64, though the next step reads Q.
-  __device__ __forceinline__ void touch_query(const Logits& logits) {
-    const uint32_t zero = static_cast<uint32_t>(logits.col0) >> 31;
-#pragma unroll
-    for (auto& of : query) {
-#pragma unroll
-      for (uint32_t& word : of) word ^= zero;
-    }
-  }
-
   // Processes a tile of a call with modifiers, P V included, and begins the next one during P V.
   __device__ __forceinline__ bool modified_step(Softmax& softmax, Logits& logits) {
-    if constexpr (!kQueryInSmem) touch_query(logits);
     start_scores();
     const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(scores[0]);
-    multiply_all(scores[0], query_factors, smem.magnitudes[slot.stage]);
+    if constexpr (kSplit) multiply_all(scores[0], query_factors, smem.magnitudes[slot.stage]);
     logits.apply(scores);
-    sync_and_arrive_warp(smem.empty(slot.stage));
+    if constexpr (!kSplit) sync_and_arrive_warp(smem.empty(slot.stage));
     float factor[1][2];
-    if (softmax.template raise_maximum<2>(scores, plan.to_log2, factor)) out.rescale(factor[0]);
+    if (softmax.template raise_maximum<2>(scores, plan.to_log2, factor)) {
+      Softmax::rescale(out.sum, factor);
+    }
 #pragma unroll
     for (auto& block : scores[0]) softmax.exponentials(block, 0, plan.to_log2);
     const auto value = slot.next(1);
     ptx::mbarrier_wait(smem.full(value.stage), value.parity);
     if constexpr ((kModifiers & kDropout) != 0) drop(logits.col0);
-    out.prepare(scores[0], weights, smem.magnitudes[value.stage], kMostWeight);
-    out.start(weights, smem.tile(value.stage));
+    float2 of_weights = {};  // factors of products with split P
+    if constexpr (kSplit) {
+      of_weights = split_operands(scores[0], weights, smem.magnitudes[value.stage]);
+    } else {
+      round_operands(scores[0], weights);
+    }
+    out.start(weights, smem.value(value.stage));
+    // A load of magnitudes just before the slot's release has returned those of the slot's next
+    // tile (TUNING_float32.md). Here, what depends on them has been computed.
+    if constexpr (kSplit) sync_and_arrive_warp(smem.empty(slot.stage));
     slot.advance();
     slot.advance();
     if (!last) begin(logits);
-    finish_out();
+    finish_out(of_weights);
     return last;
   }
 
-  // Waits for the P V that was started last, and frees its stage.
-  __device__ __forceinline__ void finish_out() {
+  // Waits for the P V that was started last, and frees its stage. `of_weights`: the factors of
+  // products with split P.
+  __device__ __forceinline__ void finish_out(float2 of_weights = {}) {
     ptx::wgmma_wait_group<0>();
-    out.finish();
+    out.finish(of_weights.x, of_weights.y);
     arrive_warp(smem.empty(last_slot()));
   }
 
@@ -309,11 +310,10 @@ struct Float32Consumer {
       const int32_t row = warp_row() + fragment_row(0, 2 * half);
       float lse, lse_low = 0.0f, normalizer;
       if constexpr (kGeneral) {
-        softmax.template finish<kNumbers == 2>(0, half, plan.to_log2, of.sink, lse, lse_low,
-                                               normalizer);
+        softmax.template finish<kSplit>(0, half, plan.to_log2, of.sink, lse, lse_low, normalizer);
         normalizer *= params.options.dropout_scale;
       } else {
-        softmax.finish(0, half, of_row(rows_to_log2(), half), of.sink, lse, normalizer);
+        softmax.finish(0, half, plan.to_log2, of.sink, lse, normalizer);
       }
       if (of.row0 + row >= of.band.q_len) {
         lse = minus_infinity();
@@ -344,21 +344,20 @@ struct Float32Consumer {
     Softmax softmax;
     if (__any_sync(0xffffffff, work().has_keys)) {
       read_query();
-      out.clear();  // not before: Q may need the registers
+      set_zero(out.sum);  // not before: Q may need the registers
       if constexpr (kGeneral) {
         Logits logits(params, work().places, work().band);
         begin(logits);
         while (!modified_step(softmax, logits)) continue;
+        add_bad_values();
       } else {
         bool last = step<true>(softmax, uncut);
         while (!last) last = step<false>(softmax, uncut);
-        out.start(weights, smem.tile(last_slot()));
+        out.start(weights, smem.value(last_slot()));
         finish_out();
       }
-      out.settle();
-      add_bad_values();
     } else {
-      out.clear();
+      set_zero(out.sum);
     }
     store(softmax);
   }

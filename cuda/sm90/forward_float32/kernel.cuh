@@ -1,5 +1,4 @@
-// Implements the forward pass of float32 operands with warpgroup-level matrix instructions of
-// float16.
+// Implements the forward pass of float32 operands with warpgroup-level matrix instructions of TF32.
 //
 //   for each tile of keys and values that some row of the block may attend to
 //     S = Q K^T                                Q from registers or shared memory, 64 rows
@@ -7,8 +6,9 @@
 //     O = O 2^(m_old - m) + P V                P from registers
 //   out = O / l, lse = (m + log2 l) / log2(e)  l: the row's sum of P, before rounding
 //
-// With modifiers, S becomes logits before m is raised (sm90/float32_logits.cuh). Each number of Q,
-// K, V and P becomes one or two of float16 (ptx/split.cuh); products are added in float32.
+// With modifiers, S becomes logits before m is raised (sm90/float32_logits.cuh). Q, K, V and P
+// are rounded to TF32, or split into two numbers of float16 (sm90/split_tiles.cuh); products are
+// added in float32.
 //
 // Roles of warps. The first warp of the first warpgroup starts copies of K and V and describes
 // query tiles (producer.cuh). Two consumer warpgroups own 64 rows each (consumer.cuh). Blocks are

@@ -12,6 +12,7 @@
 #include "sm90/forward_float32/config.cuh"
 #include "sm90/forward_float32/kernel.cuh"
 #include "sm90/forward_float32/plan.cuh"
+#include "sm90/split_tiles.cuh"
 #include "status.h"
 #include "tile/launch.cuh"
 
@@ -19,29 +20,31 @@ namespace jax_flash::sm90 {
 
 template <typename Config, bool kGeneral>
 Status launch_forward_tiles(const Forward& params, cudaStream_t stream) {
-  constexpr int kNumbers = Config::kNumbers;
+  constexpr bool kSplit = Config::kSplit;
   const Shape& shape = params.shape;
   const int64_t q_tiles = ceil_div(shape.q_len, Config::kBlockQ);
   Float32Tiles workspace;
-  Float32Tiles::plan(shape, kNumbers == 2, params.workspace, workspace);
+  Float32Tiles::plan(shape, kSplit, params.workspace, workspace);
   AllTiles tiles(params);
-  tiles
-      .add(shape, params.key, false, shape.head_dim, workspace.tiles, workspace.key, nullptr,
-           workspace.bits)
-      .unit = kGeneral ? 1.0f : ptx::kSplitProduct;
+  tiles.add(shape, params.key, false, shape.head_dim, workspace.tiles, workspace.key, nullptr,
+            workspace.bits);
   TilesOf& value = tiles.add(shape, params.value, false, shape.value_dim, workspace.tiles, nullptr,
                              workspace.value);
-  value.bad = workspace.bad;
+  if (kGeneral) {  // a modifier may hide a key from some queries only: their P is 0
+    value.clears = true;
+    value.bad = workspace.bad;
+  }
   tiles.counter = workspace.counter;
-  Status status = launch_tiles<Config::kHeadDim, 1, kNumbers>(params, tiles, stream);
+  Status status = launch_tiles<kSplit, Config::kBlockKv, Config::kHeadDim>(params, tiles, stream);
   int sms = 0;
   if (status.ok()) status = multiprocessors(sms);
   if (!status.ok()) return status;
   QueryTileSchedule schedule(shape, static_cast<int32_t>(q_tiles),
                              params.options.is_causal && q_tiles * shape.heads * shape.batch > sms);
-  // As in sm90/forward/launch.cuh, but a product of two numbers takes three times as long.
-  const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >=
-                       JAX_FLASH_SM90_LONG_UNIT / (kNumbers == 2 ? 3 : 1);
+  // As in sm90/forward/launch.cuh, but TF32 takes twice the time of 16 bits, and split products
+  // take three times.
+  const bool is_long =
+      int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT / (kSplit ? 3 : 2);
   const bool in_turn = schedule.divide(sms, is_long);
   const Float32Plan plan(params, schedule, in_turn, workspace, kGeneral);
   // The kernel begins while tiles are still being written (griddepcontrol).
@@ -54,13 +57,12 @@ Status launch_forward_tiles(const Forward& params, cudaStream_t stream) {
 
 template <int kHeadDim, bool kGeneral>
 Status launch_forward_float32(const Forward& params, const Choice& choice, cudaStream_t stream) {
-  if constexpr (kGeneral && kHeadDim <= max_float32_head_dim(2)) {
+  if constexpr (kGeneral && kHeadDim <= kMaxSplitHeadDim) {
     if (choice.exact) {
-      return launch_forward_tiles<Float32Config<kHeadDim, 2>, kGeneral>(params, stream);
+      return launch_forward_tiles<Float32Config<kHeadDim, true>, kGeneral>(params, stream);
     }
   }
-  return launch_forward_tiles<Float32Config<kHeadDim, 1, float32_keys(!kGeneral)>, kGeneral>(
-      params, stream);
+  return launch_forward_tiles<Float32Config<kHeadDim, false>, kGeneral>(params, stream);
 }
 
 }  // namespace jax_flash::sm90

@@ -38,9 +38,11 @@ struct Float32Producer {
     work.lse = plan.lse.at<float>(q, work.row0);
     work.sink = read_sink(plan.sinks.data != nullptr, plan.sinks.at<const float>(q, 0),
                           !kGeneral || !in_natural_units(params));
-    work.places = Float32Places(params, BatchIndex(q.batch_axes));
-    work.head = q.head;
-    work.bad = plan.workspace.bad + plan.first_tile(q);
+    if constexpr (kGeneral) {
+      work.places = Float32Places(params, BatchIndex(q.batch_axes));
+      work.head = q.head;
+      work.bad = plan.workspace.bad + plan.first_tile(q);
+    }
     return work;
   }
 
@@ -52,47 +54,35 @@ struct Float32Producer {
     query_stage.advance();
   }
 
-  // Copies the keys and values of a step. `first`: the head's first tile in the workspace.
-  __device__ __forceinline__ void load(int64_t first, int32_t step, bool last) {
-    const int32_t tile = step * Config::kTiles;
-    const int32_t found = min(plan.workspace.tiles - tile, Config::kTiles);  // tiles that exist
-    const uint32_t bits_bytes = found * static_cast<uint32_t>(sizeof(KeyBits));
+  // Copies a tile of K and V. `index`: of the tile in the workspace.
+  __device__ __forceinline__ void load(int64_t index, int32_t tile, bool last) {
+    const int64_t offset = index * Config::kTileFloats;
     await_empty();
-    auto& keys = smem.keys[slot.stage];
-    keys.tile = step;
+    Float32Keys& keys = smem.keys[slot.stage];
+    keys.tile = tile;
     keys.last = last;
-    if (found < Config::kTiles) keys.bits[Config::kTiles - 1] = {};  // nobody attends to others
-    copy(plan.workspace.key, first + tile, found, bits_bytes);
-    ptx::cp_async_bulk_load(ptx::shared_address(keys.bits), plan.workspace.bits + first + tile,
-                            bits_bytes, smem.full(slot.stage));
+    copy(plan.workspace.key + offset, smem.key(slot.stage), sizeof(KeyBits));
+    ptx::cp_async_bulk_load(ptx::shared_address(&keys.bits), plan.workspace.bits + index,
+                            sizeof(KeyBits), smem.full(slot.stage));
     slot.advance();
     await_empty();
-    copy(plan.workspace.value, first + tile, found, 0);
+    copy(plan.workspace.value + offset, smem.value(slot.stage), 0);
     slot.advance();
   }
   __device__ __forceinline__ void await_empty() const {
     ptx::mbarrier_wait_asleep(smem.empty(slot.stage), slot.parity ^ 1);
-    ptx::fence_proxy_async_shared();  // consumers load magnitudes and bits
   }
-  // Copies tiles from the one with this index on to the slot, whose barrier then expects them and
-  // `more_bytes`. A tile that does not exist is replaced by the first.
-  __device__ __forceinline__ void copy(const float* tiles, int64_t index, int32_t found,
+  // Copies a tile to the slot, whose barrier then expects the tile and `more_bytes`.
+  template <typename Tile>
+  __device__ __forceinline__ void copy(const float* from, const Tile& to,
                                        uint32_t more_bytes) const {
-    constexpr int kPanels = Config::kTiles == 1 ? 1 : Config::Tile::kPanels;
-    constexpr int kPieceBytes = Config::kTileBytes / Config::kTiles / kPanels;
     const uint32_t full = smem.full(slot.stage);
-    const auto to = smem.tile(slot.stage);
-    ptx::mbarrier_arrive_expect_tx(full, Config::kTileBytes + Config::kBlockKv * 4 + more_bytes);
-#pragma unroll
-    for (int tile = 0; tile < Config::kTiles; ++tile) {
-      const float* from = tiles + (index + (tile < found ? tile : 0)) * Config::kTileFloats;
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        ptx::cp_async_bulk_load(to.root + to.offset + (panel * Config::kTiles + tile) * kPieceBytes,
-                                from + panel * (kPieceBytes / 4), kPieceBytes, full);
-      }
-      ptx::cp_async_bulk_load(ptx::shared_address(smem.magnitudes[slot.stage] + tile * kTileRows),
-                              from + kPanels * (kPieceBytes / 4), kTileRows * 4, full);
+    constexpr int kMagnitudeBytes = Config::kSplit ? kSplitRows * 4 : 0;
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes + kMagnitudeBytes + more_bytes);
+    ptx::cp_async_bulk_load(to.root + to.offset, from, Tile::kBytes, full);
+    if constexpr (Config::kSplit) {
+      ptx::cp_async_bulk_load(ptx::shared_address(smem.magnitudes[slot.stage]),
+                              from + Tile::kBytes / 4, kMagnitudeBytes, full);
     }
   }
 
@@ -107,21 +97,16 @@ struct Float32Producer {
       const int64_t first = plan.first_tile(q);
       const Range range =
           kv_tiles<Config::kBlockKv>(work.band, work.row0, work.row0 + Config::kBlockQ);
-      // Returns the last step before `end` with keys that some query may attend to, or less than
-      // range.first.
       const auto last_before = [&](int32_t end) {
-        constexpr int32_t kTiles = Config::kTiles;
-        const int32_t tile = last_key_tile(plan.workspace.bits + first, range.first * kTiles,
-                                           min(end * kTiles, plan.workspace.tiles));
-        return tile < range.first * kTiles ? range.first - 1 : tile / kTiles;
+        return last_key_tile(plan.workspace.bits + first, range.first, end);
       };
-      int32_t step = last_before(range.end);
-      work.has_keys = step >= range.first;
+      int32_t tile = last_before(range.end);
+      work.has_keys = tile >= range.first;
       if (leads) pass(work);
-      while (step >= range.first) {
-        const int32_t next = last_before(step);
-        if (leads) load(first, step, next < range.first);
-        step = next;
+      while (tile >= range.first) {
+        const int32_t next = last_before(tile);
+        if (leads) load(first + tile, tile, next < range.first);
+        tile = next;
       }
       __syncwarp();
       advance_in_turn(cursor, plan, leads);

@@ -20,7 +20,6 @@
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/allowed_bits.cuh"
 #include "sm90/forward/parts.cuh"
@@ -157,7 +156,6 @@ struct Float8Consumer {
         ptx::mma_m16n8k32_e4m3(scores[n + 1], a, b[2], b[3]);
       }
     }
-    ptx::fence_proxy_async_shared();  // copies overwrite what has been loaded
   }
 
   // Sets the running maxima of a query tile's rows, from the logits of its first step's tile of

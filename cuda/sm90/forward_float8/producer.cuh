@@ -101,7 +101,6 @@ struct Float8Producer {
     const int64_t index = plan.first_tile(q) + tile;
     const uint32_t key_full = smem.key_full(stage.stage), value_full = smem.value_full(stage.stage);
     ptx::mbarrier_wait_asleep(smem.key_empty(stage.stage), stage.parity ^ 1);
-    ptx::fence_proxy_async_shared();  // consumers load factors
     ptx::mbarrier_arrive_expect_tx(key_full, Keys::kBytes + sizeof(KeyFactors));
     load_panels(smem.key(stage.stage), maps.key, key_full, plan.key, q.batch_axes, q.kv_head,
                 tile * Config::kBlockKv);
