@@ -99,9 +99,8 @@ __device__ __forceinline__ float factor_of_row(const float (&x)[kSplitCols]) {
 }
 
 // Computes lse in the units of the logits and delta = sum(dO * O) - dlse of a row, where dO is not
-// rounded. kThreads
-// neighbouring threads share the row. `dout` and `out` point to its first column. `exists`: whether
-// the row takes part.
+// rounded. kThreads neighbouring threads share the row. `dout` points to its first column.
+// `exists`: whether the row takes part.
 template <int kThreads>
 __device__ __forceinline__ void write_row_statistics(const GradientStatistics& of,
                                                      const BatchIndex& batch, int64_t batch_head,
